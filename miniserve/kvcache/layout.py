@@ -1,0 +1,231 @@
+"""From the map to memory: layer groups, retention classes, bytes. Nothing else in the engine counts layers.
+
+    KVSharing  0_0_2_2_4s_4s            what reads what
+       │  + geometry of each owner      heads and head sizes
+       ▼
+    LayerGroup      0: layers 0 1       ONE K and ONE V memory each
+                    1: layers 2 3
+                    2: layers 4 5 (last W tokens)
+       ▼  grouped by how long they live
+    RetentionClass  0: groups 0 1       one block table per request each
+                    1: group 2
+
+Blocks of all classes are pages of one size, so that a page can serve any class: what short prompts do
+not use, long ones can. A class whose tokens take fewer bytes gets more slots in a page (`block_size`).
+Plain arithmetic: no tensors here (see `pool`) and no requests (see `block_manager`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, lcm
+from typing import Any
+
+from miniserve.errors import ConfigError
+from miniserve.kvcache.sharing import KVSharing
+
+_MAX_WASTE = 1 / 16
+"""A page may leave this fraction unused in any class before larger blocks are tried."""
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """What one layer would store of one token: Hkv heads of a key and a value."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None  # None: as wide as the key
+
+    @property
+    def elements(self) -> int:
+        """Numbers per token, K and V together."""
+        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """An owner with its readers: one K and one V memory."""
+
+    owner: int
+    readers: tuple[int, ...]  # all layers that attend to this memory, the owner first
+    geometry: KVGeometry
+    window: int | None  # tokens kept: the widest reader's window, None for all
+    retention_class: int
+    bytes_per_token: int
+    offset: int  # elements from the start of a page to this group's K; its V follows
+
+
+@dataclass(frozen=True)
+class RetentionClass:
+    """The groups whose K/V lives equally long; they share one block table per request."""
+
+    window: int | None  # None: kept as long as the request
+    groups: tuple[int, ...]
+    block_size: int  # P: token slots in a page
+    bytes_per_token: int
+
+    def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """The most blocks that a request of `num_tokens` tokens, computed `chunk` at a time, ever holds at once."""
+        blocks = ceil(num_tokens / self.block_size)
+        if self.window is None:
+            return blocks
+        # A chunk of n queries sees n + W - 1 tokens; lying anywhere, they touch one block more than aligned.
+        span = chunk + self.window - 1
+        return min(blocks, ceil((span - 1) / self.block_size) + 1)
+
+    def first_block_needed(self, position: int) -> int:
+        """The first logical block that a query at `position`, or any later one, still reads."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Groups, classes and page size of one model in one engine."""
+
+    sharing: KVSharing
+    groups: tuple[LayerGroup, ...]
+    classes: tuple[RetentionClass, ...]
+    itemsize: int  # bytes per stored number
+    page_bytes: int
+    unshared_bytes_per_token: int  # what it would be if every layer owned its K/V
+
+    @classmethod
+    def build(
+        cls,
+        sharing: KVSharing,
+        geometry: Sequence[KVGeometry],
+        *,
+        itemsize: int,
+        block_size: int,
+        max_model_len: int,
+        block_size_multiple: int = 1,
+    ) -> KVLayout:
+        """Turn a map and the geometry of each layer into groups and classes.
+
+        `block_size` is the number of slots in a block of the class with the largest tokens. A window that
+        no request can exceed (`>= max_model_len`) is no window. Blocks grow, in steps of
+        `block_size_multiple`, until no class leaves more than 1/16 of a page unused.
+        """
+        for layer, owner in enumerate(sharing.owners):
+            if geometry[layer] != geometry[owner]:
+                raise ConfigError(
+                    f"kv_sharing: layer {layer} ({geometry[layer]}) cannot read layer {owner} ({geometry[owner]}); "
+                    "a reader needs its owner's KV heads and head size"
+                )
+        owners = sharing.group_owners
+        windows = [_effective_window(sharing.retention(owner), max_model_len) for owner in owners]
+        distinct = sorted(set(windows), key=lambda window: (window is not None, window))
+        token_bytes = [geometry[owner].elements * itemsize for owner in owners]
+        class_bytes = [sum(b for b, w in zip(token_bytes, windows) if w == window) for window in distinct]
+        block_sizes = _block_sizes(class_bytes, block_size, block_size_multiple)
+        members = [tuple(g for g, w in enumerate(windows) if w == window) for window in distinct]
+        classes = tuple(map(RetentionClass, distinct, members, block_sizes, class_bytes))
+        groups = [
+            LayerGroup(
+                owner=owner,
+                readers=sharing.readers(owner),
+                geometry=geometry[owner],
+                window=windows[g],
+                retention_class=(index := distinct.index(windows[g])),
+                bytes_per_token=token_bytes[g],
+                offset=classes[index].block_size
+                * sum(geometry[owners[other]].elements for other in members[index] if other < g),
+            )
+            for g, owner in enumerate(owners)
+        ]
+        return cls(
+            sharing=sharing,
+            groups=tuple(groups),
+            classes=classes,
+            itemsize=itemsize,
+            page_bytes=max(size * b for size, b in zip(block_sizes, class_bytes)),
+            unshared_bytes_per_token=sum(geometry[layer].elements * itemsize for layer in range(sharing.num_layers)),
+        )
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Sum over groups of Hkv * (Dk + Dv) * itemsize."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def reduction(self) -> float:
+        """How many times smaller a token is than without sharing (20 layers, CLA-3: 20/7)."""
+        return self.unshared_bytes_per_token / self.bytes_per_token
+
+    @cached_property
+    def alignment(self) -> int:
+        """Tokens at which the blocks of all classes begin together: prefix hits are multiples of it."""
+        return lcm(*(c.block_size for c in self.classes))
+
+    def num_pages(self, memory_bytes: int) -> int:
+        """N: the pages that a budget pays for."""
+        return memory_bytes // self.page_bytes
+
+    def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """Pages that a request of `num_tokens` tokens holds at most, over all classes."""
+        return sum(c.blocks_for(num_tokens, chunk) for c in self.classes)
+
+    def max_request_tokens(self, num_pages: int) -> int | None:
+        """The most tokens that one request alone can keep in `num_pages` pages; None if there is no limit."""
+        if all(c.window is not None for c in self.classes) and num_pages >= self.blocks_for(1 << 62):
+            return None
+        low, high = 0, num_pages * max(c.block_size for c in self.classes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks_for(middle) <= num_pages else (low, middle - 1)
+        return low
+
+    def report(self, num_pages: int, max_model_len: int) -> dict[str, Any]:
+        """What sharing buys, in numbers (`miniserve plan --json`, `Engine.kv_report()`, the start-up log).
+
+        `capacity_tokens` is what requests of `max_model_len` tokens can keep together: with full classes
+        only, exactly the slots of the pool.
+        """
+        kept = sum(c.bytes_per_token * min(max_model_len, c.window or max_model_len) for c in self.classes)
+        return {
+            "kv_sharing": str(self.sharing),
+            "bytes_per_token": self.bytes_per_token,
+            "capacity_tokens": num_pages * self.page_bytes * max_model_len // kept,
+            "max_model_len": max_model_len,
+            "max_full_requests": num_pages // self.blocks_for(max_model_len),
+            "reduction": self.reduction,
+            "kv_cache_bytes": num_pages * self.page_bytes,
+            "num_blocks": num_pages,
+            "block_bytes": self.page_bytes,
+            "groups": [
+                {
+                    "owner": group.owner,
+                    "readers": list(group.readers[1:]),
+                    "kv_heads": group.geometry.kv_heads,
+                    "head_dim": group.geometry.head_dim,
+                    "window": group.window,
+                    "bytes_per_token": group.bytes_per_token,
+                }
+                for group in self.groups
+            ],
+            "classes": [
+                {"window": c.window, "groups": list(c.groups), "block_size": c.block_size} for c in self.classes
+            ],
+        }
+
+
+def _effective_window(window: int | None, max_model_len: int) -> int | None:
+    return None if window is None or window >= max_model_len else window
+
+
+def _block_sizes(class_bytes: list[int], block_size: int, multiple: int) -> list[int]:
+    """Slots per page of each class: the smallest blocks that waste little of a page in every class."""
+    largest = max(class_bytes)
+
+    def sizes(base: int) -> list[int]:
+        return [base * largest // b // multiple * multiple for b in class_bytes]
+
+    def waste(base: int) -> float:
+        return max(1 - size * b / (base * largest) for size, b in zip(sizes(base), class_bytes))
+
+    start = ceil(block_size / multiple) * multiple
+    candidates = range(start, start + 32 * multiple, multiple)
+    good = next((base for base in candidates if waste(base) <= _MAX_WASTE), None)
+    return sizes(good if good is not None else min(candidates, key=waste))

@@ -1,0 +1,173 @@
+"""The Llama body with any acyclic sharing map: Cross-Layer Attention (2405.12981, section 2).
+
+    layer i:   x ──norm──┬── q ───────────────┐
+                         └── k, v ──► pool    attend ── o ──+──norm── gate, up ── down ──+──►
+                          (owners only)  └────┘
+
+The attention of an owner and of a reader differ in one thing: the owner also projects, rotates and writes
+K/V. Other files of this folder (mistral, qwen2, lckv_llama, ...) only read another config.json into `LlamaConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from miniserve.batch import ForwardBatch
+from miniserve.kvcache.layout import KVGeometry
+from miniserve.kvcache.pool import KVPool
+from miniserve.kvcache.sharing import KVSharing
+from miniserve.models.checkpoint import Checkpoint
+from miniserve.models.config import Fields, ModelConfig
+from miniserve.models.layers import linear, rope_fields, rotary_embedding, stacked_linear
+from miniserve.ops import Ops, Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """The Llama body and its options."""
+
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv
+    head_dim: int  # D
+    intermediate_size: int  # F
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm on each head of q and k before RoPE (Qwen3)
+    tie_word_embeddings: bool
+
+
+def parse(fields: Fields) -> LlamaConfig:
+    """Plain Llama: every layer owns its K/V and sees everything."""
+    bias = fields.flag("attention_bias")
+    return llama_config(fields, KVSharing.none(fields.size("num_hidden_layers")), qkv_bias=bias, output_bias=bias)
+
+
+def llama_config(
+    fields: Fields, sharing: KVSharing, *, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False
+) -> LlamaConfig:
+    """The fields that all families with a Llama body store alike."""
+    num_heads, num_kv_heads, head_dim = fields.heads()
+    fields.choice("hidden_act", ("silu",), "silu")
+    return LlamaConfig(
+        **fields.common(),
+        sharing=sharing,
+        geometry=(KVGeometry(num_kv_heads, head_dim),) * sharing.num_layers,
+        sliding_window=fields.optional_size("sliding_window"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.size("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope_fields(fields),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        qk_norm=qk_norm,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+    )
+
+
+class Attention:
+    """Project q and attend to the group's memory; an owner also fills it."""
+
+    def __init__(self, config: LlamaConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
+        self.config, self.layer, self.ops = config, layer, ops
+        self.owns = config.sharing.owns(layer)
+        self.window = config.sharing.windows[layer]
+        self.scale = config.head_dim**-0.5
+        name, head = f"model.layers.{layer}.self_attn", config.head_dim
+        q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
+        self.q_proj = linear(weights, ops, f"{name}.q_proj", q_size, config.hidden_size, bias=config.qkv_bias)
+        self.o_proj = linear(weights, ops, f"{name}.o_proj", config.hidden_size, q_size, bias=config.output_bias)
+        self.q_norm = weights.take_optional(f"{name}.q_norm.weight", (head,), config.qk_norm)
+        if self.owns:
+            self.kv_proj = stacked_linear(
+                weights, ops, [f"{name}.k_proj", f"{name}.v_proj"], kv_size, config.hidden_size, bias=config.qkv_bias
+            )
+            self.k_norm = weights.take_optional(f"{name}.k_norm.weight", (head,), config.qk_norm)
+
+    def write(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> None:
+        """Owners: x (T, H) -> k, v into the group's memory, k normed (if the family does) and rotated."""
+        k, v = self.ops.linear(x, self.kv_proj).chunk(2, dim=-1)  # (T, Hkv * D) each
+        k, v = (t.unflatten(-1, (self.config.num_kv_heads, self.config.head_dim)) for t in (k, v))
+        if self.k_norm is not None:
+            k = self.ops.rms_norm(k, self.k_norm, self.config.rms_norm_eps)
+        self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, rotation)
+
+    def read(self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+        """x (T, H) -> residual + attention over the group's memory, (T, H)."""
+        q = self.ops.linear(x, self.q_proj).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        if self.q_norm is not None:
+            q = self.ops.rms_norm(q, self.q_norm, self.config.rms_norm_eps)
+        q = self.ops.rotate(q, rotation)  # (T, Hq, D)
+        memory = kv_pool.of_layer(self.layer)
+        out = self.ops.attend(q, memory, batch, scale=self.scale, window=self.window)
+        return self.ops.linear(out.flatten(1), self.o_proj, residual)
+
+
+class Layer:
+    """Two norms, attention, gated MLP."""
+
+    def __init__(self, config: LlamaConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
+        self.eps, self.ops = config.rms_norm_eps, ops
+        name, hidden, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
+        self.input_norm = weights.take(f"{name}.input_layernorm.weight", (hidden,))
+        self.attention = Attention(config, layer, weights, ops)
+        self.mlp_norm = weights.take(f"{name}.post_attention_layernorm.weight", (hidden,))
+        self.gate_up = stacked_linear(
+            weights, ops, [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], inner, hidden, bias=config.mlp_bias
+        )
+        self.down = linear(weights, ops, f"{name}.mlp.down_proj", hidden, inner, bias=config.mlp_bias)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """x (T, H) -> x + MLP(norm(x))."""
+        inner = self.ops.gated_linear(self.ops.rms_norm(x, self.mlp_norm, self.eps), self.gate_up, "silu")
+        return self.ops.linear(inner, self.down, residual=x)
+
+
+class Model:
+    """token ids -> hidden states of the rows behind the cut -> logits."""
+
+    def __init__(self, config: LlamaConfig, weights: Checkpoint, ops: Ops, max_model_len: int) -> None:
+        self.config, self.ops = config, ops
+        table = (config.vocab_size, config.hidden_size)
+        self.embedding = weights.take("model.embed_tokens.weight", table)
+        self.layers = [Layer(config, i, weights, ops) for i in range(config.sharing.num_layers)]
+        self.norm = weights.take("model.norm.weight", (config.hidden_size,))
+        if config.tie_word_embeddings:
+            weights.ignore(r"^lm_head\.weight$", "tied to the embedding")
+        self.lm_head = ops.pack(self.embedding if config.tie_word_embeddings else weights.take("lm_head.weight", table))
+        readers = "|".join(str(i) for i in range(config.sharing.num_layers) if not config.sharing.owns(i)) or "none"
+        weights.ignore(rf"^model\.layers\.({readers})\.self_attn\.(k_proj|v_proj|k_norm)\.", "K/V of reader layers")
+        weights.ignore(r"rotary_emb\.inv_freq$")
+        self.rotary = rotary_embedding(
+            config.rope, config.head_dim, config.max_position_embeddings, max_model_len, self.embedding.device
+        )
+
+    def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """Run a step; returns the hidden states of `batch.behind_cut`, (T', H).
+
+        Behind the cut (once the last owner has written its K/V) only rows that are sampled go on.
+        """
+        x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
+        rotation = self.rotary(batch.positions)
+        for i, layer in enumerate(self.layers):
+            normed = self.ops.rms_norm(x, layer.input_norm, layer.eps)
+            if layer.attention.owns:
+                layer.attention.write(normed, batch, kv_pool, rotation)
+            if i == self.config.sharing.cut:
+                batch, (x, normed) = batch.cut(x, normed)
+                rotation = self.rotary(batch.positions)
+            x = layer.attention.read(normed, x, batch, kv_pool, rotation)
+            x = layer.mlp(x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (R, H) -> logits (R, V), float32."""
+        return self.ops.head(self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.lm_head)

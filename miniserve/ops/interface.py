@@ -1,0 +1,111 @@
+"""The few operations that model files speak. A kernel set is one class that says them all.
+
+A model gets its set in the constructor and never asks which one it is, nor on which device. To add a set,
+write `ops/<name>.py` with a subclass of `Ops` and name it in `ops/__init__.py`.
+
+Shapes: T rows, H hidden, Hq query heads, Hkv KV heads, D head size. No operation changes its inputs,
+except `write_kv`, which writes the pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from miniserve.batch import ForwardBatch
+from miniserve.kvcache.pool import GroupMemory
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Angles of some rows: cos and sin, each (T, R / 2). The first R dims of a head are rotated in halves."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """RoPE: position -> `Rotation`. `attention_factor` scales both cos and sin (YaRN)."""
+
+    inv_freq: Tensor  # (R / 2,) float32
+    attention_factor: float = 1.0
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """Angles for positions (T,)."""
+        angles = positions[:, None].float() * self.inv_freq  # (T, R / 2)
+        return Rotation(angles.cos() * self.attention_factor, angles.sin() * self.attention_factor)
+
+
+class Ops(ABC):
+    """The vocabulary. Weights pass through `pack` once at loading, so a set may keep them in any form."""
+
+    block_size_multiple: int = 1
+    """Slots in a block must be a multiple of this."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Take a weight (out, in) and a bias (out,) in the set's own form; the result goes to the linears below."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
+        """x (T, in) -> x W^T + b (+ residual), (T, out)."""
+
+    @abstractmethod
+    def activated_linear(self, x: Tensor, packed: Any, activation: Activation) -> Tensor:
+        """x (T, in) -> activation(x W^T + b), (T, out)."""
+
+    @abstractmethod
+    def gated_linear(self, x: Tensor, packed: Any, activation: Activation) -> Tensor:
+        """x (T, in), W (2F, in) = gate over up -> activation(gate) * up, (T, F)."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension, computed in float32."""
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """LayerNorm over the last dimension, computed in float32."""
+
+    @abstractmethod
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """RoPE on x (T, heads, D)."""
+
+    @abstractmethod
+    def write_kv(
+        self, k: Tensor, v: Tensor, memory: GroupMemory, batch: ForwardBatch, rotation: Rotation | None
+    ) -> None:
+        """Write k, v (T, Hkv, D) of an owner to its rows' slots, k rotated first unless `rotation` is None."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        memory: GroupMemory,
+        batch: ForwardBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        key_rotary: RotaryEmbedding | None = None,
+    ) -> Tensor:
+        """Causal attention of q (T, Hq, Dk) over a group's memory -> (T, Hq, Dv).
+
+        Owner and reader call it alike: neither brings K or V, both read the pool. The row at position i sees
+        keys i - window + 1 to i. `softcap` c turns scores s into c * tanh(s / c). `key_rotary` rotates keys
+        that are stored un-rotated as they are read (MLKV's owners). Blocks that the window has passed are
+        never touched.
+        """
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids (T,), table (V, H) -> (T, H)."""
+
+    @abstractmethod
+    def head(self, hidden: Tensor, packed: Any) -> Tensor:
+        """hidden (R, H) -> logits (R, V) in float32."""

@@ -1,0 +1,51 @@
+"""Draws what `KVLayout.report` says: for the terminal (`miniserve plan`) and the start-up log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miniserve.kvcache.sharing import KVSharing
+
+
+def draw_report(report: Mapping[str, Any], drawing: str | None = None) -> str:
+    """The KV report as a few lines of text, below a drawing of the map if one is given."""
+    groups, classes = report["groups"], report["classes"]
+    num_layers = sum(1 + len(group["readers"]) for group in groups)
+    lines = [drawing, ""] if drawing else []
+    for index, cls in enumerate(classes):
+        kept = "all tokens" if cls["window"] is None else f"the last {cls['window']} tokens"
+        size = sum(groups[g]["bytes_per_token"] for g in cls["groups"])
+        lines.append(
+            f"class {index}: {_count(len(cls['groups']), 'layer group')} keeping {kept}, "
+            f"{size:,} bytes per token, {cls['block_size']} tokens per block"
+        )
+    lines += [
+        f"{num_layers} layers in {_count(len(groups), 'layer group')}: {report['bytes_per_token']:,} bytes per token, "
+        f"{report['reduction']:.2f}x less than without sharing",
+        f"{human_bytes(report['kv_cache_bytes'])} in {report['num_blocks']:,} blocks: "
+        f"{report['capacity_tokens']:,} tokens or {report['max_full_requests']:,} requests of "
+        f"{report['max_model_len']:,} tokens",
+    ]
+    return "\n".join(lines)
+
+
+def draw_groups(sharing: KVSharing) -> str:
+    """The map with its legend; a model without sharing is said in one line."""
+    if len(sharing.group_owners) == sharing.num_layers:
+        return f"each of the {sharing.num_layers} layers owns its K/V (no sharing)"
+    legend = "■ owner  ● reader" + ("  ◧ ○ the same, windowed" if any(sharing.windows) else "")
+    return f"{sharing.draw()}\n{legend}"
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

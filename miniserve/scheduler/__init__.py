@@ -1,0 +1,1 @@
+"""Who runs in a step: `scheduler` decides, `policy` orders. Standard library only."""
