@@ -240,6 +240,10 @@ class Engine:
         """What the sharing map buys in this engine: see `KVLayout.report`."""
         return self.layout.report(self.kv_pool.num_pages, self.max_model_len)
 
+    def token_text(self, token_id: int) -> str:
+        """One token as text; `token_id:N` without a tokenizer."""
+        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
     def stats(self) -> dict[str, int]:
         """Counts of the moment: requests running and waiting, KV blocks used and in all, preemptions so far."""
         return {
@@ -436,15 +440,14 @@ class Engine:
             raise RequestError("prompt is empty; give at least one token", "prompt")
         text = prompt if isinstance(prompt, str) else None
         limit = self.max_model_len
+        too_long = f"the maximum context length of {limit} tokens (max_model_len); shorten it"
         if text is not None and len(text) > 128 * limit:  # no token is that long: do not even start
-            raise RequestError(f"prompt: {len(text)} characters exceed the maximum context length of {limit} tokens")
+            message = f"the prompt has {len(text)} characters, far more than {too_long}"
+            raise RequestError(message, "prompt", "context_length_exceeded")
         ids = list(prompt) if text is None else self._need_tokenizer().encode(text)
         if len(ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, which with at least one token to generate exceeds the "
-                f"maximum context length of {limit} tokens (max_model_len); shorten it",
-                "prompt",
-            )
+            message = f"the prompt has {len(ids)} tokens, which with one token to generate exceeds {too_long}"
+            raise RequestError(message, "prompt", "context_length_exceeded")
         if not ids:
             raise RequestError("prompt: the text gives no tokens; give at least one", "prompt")
         for token in ids:

@@ -38,12 +38,13 @@ class CheckpointMismatch(ModelError):
 class RequestError(MiniserveError, ValueError):
     """One request cannot be served as asked. Nothing else is disturbed.
 
-    `param` is the name of the field at fault (as in OpenAI's error object), or None.
+    `param` is the name of the field at fault and `code` a word for programs, both as in OpenAI's error object.
     """
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class QueueFull(RequestError):

@@ -1,4 +1,4 @@
-"""CLA-Llama of the LCKV authors: `layer_types` is a string of codes; 1 reads the nearest owner below, 0 and 2 own K/V."""
+"""CLA-Llama of the LCKV authors: `layer_types` is a string of codes; 1 reads the nearest owner below, 0 and 2 own."""
 
 from __future__ import annotations
 

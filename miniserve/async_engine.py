@@ -1,0 +1,194 @@
+"""One thread steps the engine; every caller awaits its own stream.
+
+    event loop                              engine thread
+    ──────────                              ─────────────
+    submit(prompt) ──add_request──► inbox   while not closing:
+         │                                      wait until there is work
+         ▼                                      engine.step()
+    Stream ◄── queue ◄──────on_output───────────┘
+
+Nothing of the engine runs on the event loop, and nothing of asyncio in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+
+from miniserve.engine import Engine, Prompt
+from miniserve.errors import EngineError
+from miniserve.request import RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class Stream:
+    """The outputs of one accepted request, for `async for`. `close` aborts it if it is still under way."""
+
+    def __init__(self, owner: AsyncEngine) -> None:
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._outputs: asyncio.Queue[RequestOutput | EngineError] = asyncio.Queue()
+        self._done = False
+        self.request_id: str | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._done:
+            raise StopAsyncIteration
+        output = await self._outputs.get()
+        if isinstance(output, EngineError):
+            self.close()
+            raise output
+        if output.finished:
+            self.close()
+            if any(sample.finish_reason == "error" for sample in output.outputs):
+                raise EngineError("the step that ran this request failed")
+        return output
+
+    def put(self, item: RequestOutput | EngineError) -> None:
+        """Add an output, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, item)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            log.debug("dropped an output: its event loop is closed")
+
+    def close(self) -> None:
+        """End the request, if it has not ended."""
+        if not self._done:
+            self._done = True
+            self._owner._release(self)
+
+
+class AsyncEngine:
+    """An `Engine` for asyncio. Owns the stepping thread; `close` ends it.
+
+    `on_death` is called, from the thread, if the thread dies of something that is no fault of a request.
+    """
+
+    def __init__(self, engine: Engine, *, on_death: Callable[[], None] | None = None) -> None:
+        self.engine = engine
+        self._on_death = on_death
+        self._work = threading.Condition()
+        self._closing = False
+        self._death: BaseException | None = None
+        self._streams: set[Stream] = set()
+        self._thread = threading.Thread(target=self._run, name="miniserve-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are being served."""
+        return self._death is None and not self._closing
+
+    async def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, final_only: bool = False
+    ) -> Stream:
+        """Hand in a request; its outputs (or only the last) come from the stream that is returned.
+
+        Raises:
+            RequestError: the request cannot be served as asked.
+            EngineError: the engine has stopped.
+        """
+        stream = Stream(self)
+        self._streams.add(stream)
+        adding = asyncio.ensure_future(
+            asyncio.to_thread(  # tokenising a long prompt takes a while
+                self.engine.add_request,
+                None,
+                prompt,
+                sampling_params,
+                on_output=stream.put,
+                final_only=final_only,
+            )
+        )
+        try:
+            self._raise_if_stopped()
+            stream.request_id = await asyncio.shield(adding)
+            self._raise_if_stopped()
+        except BaseException:
+            adding.add_done_callback(lambda added: self._abort_added(stream, added))
+            raise
+        self._wake()
+        return stream
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the growing answer. Leaving the loop, or cancelling it, aborts the request.
+
+        Raises:
+            RequestError, EngineError: as `submit`; also if the step that ran this request failed.
+        """
+        stream = await self.submit(prompt, sampling_params)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """The whole answer to one prompt. Cancelling it aborts the request.
+
+        Raises:
+            RequestError, EngineError: as `stream`.
+        """
+        stream = await self.submit(prompt, sampling_params, final_only=True)
+        try:
+            return await anext(stream)
+        finally:
+            stream.close()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop stepping; requests still under way get an `EngineError`. Returns within `timeout` seconds."""
+        self._closing = True
+        self._wake()
+        self._thread.join(timeout)
+        self._fail_streams(EngineError("the engine was stopped"))
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                with self._work:
+                    while not (self._closing or self.engine.has_unfinished_requests()):
+                        self._work.wait()
+                if not self._closing:
+                    self.engine.step()
+        except BaseException as error:  # nothing may end this thread unnoticed
+            log.critical("the engine thread died", exc_info=True)
+            self._death = error
+            self._fail_streams(EngineError("the engine has died"))
+            if self._on_death is not None:
+                self._on_death()
+
+    def _wake(self) -> None:
+        with self._work:
+            self._work.notify()
+
+    def _release(self, stream: Stream) -> None:
+        self._streams.discard(stream)
+        if stream.request_id is not None:
+            self.engine.abort(stream.request_id)
+            self._wake()
+
+    def _abort_added(self, stream: Stream, added: asyncio.Future[str]) -> None:
+        """The caller went away while the request was being handed in."""
+        if not added.cancelled() and added.exception() is None:
+            stream.request_id = added.result()
+        stream.close()
+
+    def _raise_if_stopped(self) -> None:
+        if self._death is not None:
+            raise EngineError("the engine has died")
+        if self._closing:
+            raise EngineError("the engine was stopped")
+
+    def _fail_streams(self, error: EngineError) -> None:
+        for stream in list(self._streams):
+            stream.put(error)

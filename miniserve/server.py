@@ -1,0 +1,295 @@
+"""The HTTP endpoint: OpenAI's completions on FastAPI. Home of fastapi, starlette, uvicorn and sse-starlette.
+
+    body ─► protocol.parse ─► SamplingParams ─► AsyncEngine.submit ─► Stream ─► protocol.* ─► JSON or SSE
+
+Handlers translate and nothing more: what a value means is decided by `SamplingParams.validate`, what fits by
+the engine. All errors have OpenAI's shape; a client that goes away aborts its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from sse_starlette import EventSourceResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from miniserve.async_engine import AsyncEngine, Stream
+from miniserve.engine import Engine
+from miniserve.errors import EngineError, QueueFull, RequestError
+from miniserve.protocol import ChoiceWriter, CompletionRequest, completion, error_body, parse_completion, usage
+from miniserve.request import RequestOutput
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 * 2**20
+PING_SECONDS = 15
+SEND_TIMEOUT_SECONDS = 30
+"""A client that does not read for so long is given up and its request aborted."""
+
+T = TypeVar("T")
+
+
+def create_app(async_engine: AsyncEngine, model_name: str, *, shutdown_timeout: float = 30.0) -> FastAPI:
+    """The application around an engine: any ASGI server can run it."""
+    app = FastAPI(title="miniserve", docs_url=None, redoc_url=None)
+    created = int(time.time())
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while requests are served, else 503."""
+        return Response(status_code=200 if async_engine.alive else 503)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model there is."""
+        max_model_len = async_engine.engine.max_model_len
+        card = {"id": model_name, "object": "model", "created": created, "owned_by": "miniserve"}
+        return {"object": "list", "data": [{**card, "root": model_name, "max_model_len": max_model_len}]}
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Complete one or many prompts, whole or as a stream of server-sent events."""
+        body = parse_completion(await _read_json(request))
+        if body.model is not None and body.model != model_name:
+            message = f"the model {body.model[:100]!r} does not exist; this server has {model_name!r}"
+            return _error(404, message, "invalid_request_error", "model_not_found", "model")
+        head = _head(model_name)
+        streams = await _until_disconnect(request, _submit(async_engine, body))
+        if streams is None:
+            return Response(status_code=499)
+        if body.stream:
+            events = _events(streams, body, head, async_engine.engine)
+            return _EventStream(events, streams, shutdown_timeout)
+        answers = await _until_disconnect(request, _last_outputs(streams))
+        if answers is None:
+            return Response(status_code=499)
+        return JSONResponse(completion(body, answers, head, async_engine.engine.token_text))
+
+    _add_error_handlers(app)
+    return app
+
+
+def serve(
+    engine: Engine, *, host: str = "127.0.0.1", port: int = 8000, model_name: str, shutdown_timeout: float = 30.0
+) -> int:
+    """Serve until SIGTERM or SIGINT; requests under way get `shutdown_timeout` seconds to end. Returns an exit code."""
+    async_engine = AsyncEngine(engine, on_death=lambda: setattr(server, "should_exit", True))
+    app = create_app(async_engine, model_name, shutdown_timeout=shutdown_timeout)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+            limit_concurrency=engine.config.max_num_seqs + engine.config.max_waiting + 64,
+        )
+    )
+    # uvicorn shuts down in an orderly way and then raises the signal again; that must not end us with an error.
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        log.info("serving %s on http://%s:%d", model_name, host, port)
+        server.run()
+    except KeyboardInterrupt:
+        log.info("interrupted")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        died = not async_engine.alive
+        async_engine.close()
+    return 1 if died or not server.started else 0
+
+
+# -------------------------------------------------------------------- requests
+
+
+async def _submit(async_engine: AsyncEngine, body: CompletionRequest) -> list[Stream]:
+    """Hand in all prompts of a body, or none."""
+    params = body.sampling_params()
+    streams: list[Stream] = []
+    try:
+        for prompt in body.prompts():
+            streams.append(await async_engine.submit(prompt, params, final_only=not body.stream))
+    except BaseException:
+        _close(streams)
+        raise
+    return streams
+
+
+async def _last_outputs(streams: Sequence[Stream]) -> list[RequestOutput]:
+    """The whole answers, in prompt order."""
+    try:
+        return [await anext(stream) for stream in streams]
+    finally:
+        _close(streams)
+
+
+async def _events(
+    streams: Sequence[Stream], body: CompletionRequest, head: dict[str, Any], engine: Engine
+) -> AsyncIterator[bytes]:
+    """Server-sent events: chunks of all samples as they come, perhaps the usage, then [DONE]."""
+    merged: asyncio.Queue[tuple[int, RequestOutput] | EngineError] = asyncio.Queue(maxsize=len(streams))
+    readers = [asyncio.create_task(_forward(number, stream, merged)) for number, stream in enumerate(streams)]
+    last: dict[int, RequestOutput] = {}
+    writers: dict[int, ChoiceWriter] = {}
+    try:
+        while len(last) < len(streams) or not all(answer.finished for answer in last.values()):
+            item = await merged.get()
+            if isinstance(item, EngineError):
+                yield _event(error_body(str(item), "server_error"))
+                break
+            number, answer = item
+            last[number] = answer
+            for sample in answer.outputs:
+                index = number * len(answer.outputs) + sample.index
+                writer = writers.setdefault(index, ChoiceWriter(body, index, engine.token_text))
+                choice = writer.write(answer, sample)
+                if choice is not None:
+                    yield _event({**head, "choices": [choice]})
+        else:
+            if body.wants_usage:
+                yield _event({**head, "choices": [], "usage": usage(body, list(last.values()))})
+        yield b"data: [DONE]\n\n"
+    finally:
+        for reader in readers:
+            reader.cancel()
+        _close(streams)
+
+
+class _EventStream(EventSourceResponse):
+    """The response of a stream: pings while nothing comes, and closes the streams however it ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream], shutdown_timeout: float) -> None:
+        super().__init__(
+            events, ping=PING_SECONDS, send_timeout=SEND_TIMEOUT_SECONDS, shutdown_grace_period=shutdown_timeout
+        )
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _close(self._streams)  # `events` cannot do it if the client left before it began
+
+
+async def _forward(number: int, stream: Stream, merged: asyncio.Queue[tuple[int, RequestOutput] | EngineError]) -> None:
+    try:
+        async for answer in stream:
+            await merged.put((number, answer))
+    except EngineError as error:
+        await merged.put(error)
+
+
+def _close(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+async def _until_disconnect(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None (and the work cancelled) if the client goes away first.
+
+    Starlette cancels streaming responses by itself, but not a handler that has not answered yet.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        watching.cancel()
+        working.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_json(request: Request) -> Any:
+    """The decoded body, read no further than `MAX_BODY_BYTES`."""
+    if request.headers.get("content-type", "application/json").split(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the body must be JSON with Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HTTPException(415, "compressed bodies are not supported; send plain JSON")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body exceeds {MAX_BODY_BYTES} bytes", {"Connection": "close"})
+    try:
+        return json.loads(bytes(body))
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not valid JSON") from None
+
+
+def _head(model_name: str) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model_name,
+    }
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n\n"
+
+
+def _body_schema(model: type[CompletionRequest]) -> dict[str, Any]:
+    """For /openapi.json: the body is read by hand, so that its limits and errors are ours."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+# -------------------------------------------------------------------- errors
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error in OpenAI's shape, none with a path or a traceback in it."""
+
+    @app.exception_handler(RequestError)
+    async def request_error(_: Request, error: RequestError) -> Response:
+        if isinstance(error, QueueFull):
+            return _error(503, str(error), "server_error", "queue_full", retry_after=1)
+        return _error(400, str(error), "invalid_request_error", error.code, error.param)
+
+    @app.exception_handler(EngineError)
+    async def engine_error(_: Request, error: EngineError) -> Response:
+        return _error(500, str(error), "server_error", "engine_error")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        response = _error(error.status_code, str(error.detail), "invalid_request_error")
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def other_error(_: Request, error: Exception) -> Response:
+        log.error("a handler failed", exc_info=error)
+        return _error(500, "internal error", "server_error")
+
+
+def _error(
+    status: int,
+    message: str,
+    kind: str,
+    code: str | None = None,
+    param: str | None = None,
+    retry_after: int | None = None,
+) -> Response:
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    return JSONResponse(error_body(message, kind, code, param), status_code=status, headers=headers)
