@@ -25,22 +25,27 @@ log = logging.getLogger(__name__)
 
 
 class Stream:
-    """The outputs of one accepted request, for `async for`. `close` aborts it if it is still under way."""
+    """The growing answer of one accepted request, for `async for`. `close` aborts it if it is still under way.
+
+    Each output tells all that came before, so only the newest is kept: whoever reads slowly skips some, and an
+    answer that nobody reads does not pile up.
+    """
 
     def __init__(self, owner: AsyncEngine) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[RequestOutput | EngineError] = asyncio.Queue()
-        self._done = False
+        self._newest: asyncio.Queue[RequestOutput | EngineError] = asyncio.Queue(maxsize=1)
+        self._complete = False  # the last output has come, though perhaps nobody has taken it yet
+        self.closed = False
         self.request_id: str | None = None
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._done:
+        if self.closed:
             raise StopAsyncIteration
-        output = await self._outputs.get()
+        output = await self._newest.get()
         if isinstance(output, EngineError):
             self.close()
             raise output
@@ -51,17 +56,25 @@ class Stream:
         return output
 
     def put(self, item: RequestOutput | EngineError) -> None:
-        """Add an output, from any thread."""
+        """Take an output, from any thread."""
         try:
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._receive, item)
         except RuntimeError:  # the loop is closed: nobody waits any more
             log.debug("dropped an output: its event loop is closed")
 
     def close(self) -> None:
         """End the request, if it has not ended."""
-        if not self._done:
-            self._done = True
+        if not self.closed:
+            self.closed = True
             self._owner._release(self)
+
+    def _receive(self, item: RequestOutput | EngineError) -> None:
+        if self._complete:
+            return
+        self._complete = isinstance(item, EngineError) or item.finished
+        if self._newest.full():
+            self._newest.get_nowait()
+        self._newest.put_nowait(item)
 
 
 class AsyncEngine:
@@ -96,24 +109,14 @@ class AsyncEngine:
         """
         stream = Stream(self)
         self._streams.add(stream)
-        adding = asyncio.ensure_future(
-            asyncio.to_thread(  # tokenising a long prompt takes a while
-                self.engine.add_request,
-                None,
-                prompt,
-                sampling_params,
-                on_output=stream.put,
-                final_only=final_only,
-            )
-        )
         try:
             self._raise_if_stopped()
-            stream.request_id = await asyncio.shield(adding)
+            # In a thread of its own: tokenising a long prompt takes a while.
+            await asyncio.to_thread(self._hand_in, stream, prompt, sampling_params, final_only)
             self._raise_if_stopped()
         except BaseException:
-            adding.add_done_callback(lambda added: self._abort_added(stream, added))
+            stream.close()
             raise
-        self._wake()
         return stream
 
     async def stream(
@@ -148,7 +151,7 @@ class AsyncEngine:
         self._closing = True
         self._wake()
         self._thread.join(timeout)
-        self._fail_streams(EngineError("the engine was stopped"))
+        self._fail_streams("the engine was stopped")
 
     # ---------------------------------------------------------------- the thread
 
@@ -163,9 +166,21 @@ class AsyncEngine:
         except BaseException as error:  # nothing may end this thread unnoticed
             log.critical("the engine thread died", exc_info=True)
             self._death = error
-            self._fail_streams(EngineError("the engine has died"))
+            self._fail_streams("the engine has died")
             if self._on_death is not None:
                 self._on_death()
+
+    # ---------------------------------------------------------------- in and out
+
+    def _hand_in(
+        self, stream: Stream, prompt: Prompt, sampling_params: SamplingParams | None, final_only: bool
+    ) -> None:
+        stream.request_id = self.engine.add_request(
+            None, prompt, sampling_params, on_output=stream.put, final_only=final_only
+        )
+        self._wake()
+        if stream.closed:  # the caller went away meanwhile, when there was nothing to abort yet
+            self._release(stream)
 
     def _wake(self) -> None:
         with self._work:
@@ -177,18 +192,12 @@ class AsyncEngine:
             self.engine.abort(stream.request_id)
             self._wake()
 
-    def _abort_added(self, stream: Stream, added: asyncio.Future[str]) -> None:
-        """The caller went away while the request was being handed in."""
-        if not added.cancelled() and added.exception() is None:
-            stream.request_id = added.result()
-        stream.close()
-
     def _raise_if_stopped(self) -> None:
         if self._death is not None:
             raise EngineError("the engine has died")
         if self._closing:
             raise EngineError("the engine was stopped")
 
-    def _fail_streams(self, error: EngineError) -> None:
+    def _fail_streams(self, message: str) -> None:
         for stream in list(self._streams):
-            stream.put(error)
+            stream.put(EngineError(message))

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -23,12 +24,13 @@ from miniserve.report import draw_groups, draw_report
 from miniserve.request import SamplingParams
 
 _ENV = "MINISERVE_"
+_PLAN_SETTINGS = ("kv_sharing", "max_model_len", "block_size", "dtype", "hf_overrides")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; errors that a user can act on are one line on stderr and exit code 1."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         return arguments.command(arguments)
     except MiniserveError as error:
@@ -82,15 +84,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from miniserve.kvcache.layout import KVLayout
     from miniserve.models import load_config
 
-    config = load_config(Path(arguments.model), kv_sharing=arguments.kv_sharing, overrides=arguments.hf_overrides)
-    max_model_len = config.max_position_embeddings
-    if arguments.max_model_len is not None:
-        max_model_len = parse_size("max_model_len", arguments.max_model_len)
+    settings = EngineConfig.build(arguments.model, {name: getattr(arguments, name) for name in _PLAN_SETTINGS})
+    config = load_config(Path(settings.model), kv_sharing=settings.kv_sharing, overrides=settings.hf_overrides)
+    max_model_len = settings.model_len or config.max_position_embeddings
     layout = KVLayout.build(
         config.sharing,
         config.geometry,
-        itemsize=4 if "32" in str(config.dtype if arguments.dtype == "auto" else arguments.dtype) else 2,
-        block_size=arguments.block_size,
+        itemsize=4 if "32" in str(config.dtype if settings.dtype == "auto" else settings.dtype) else 2,
+        block_size=settings.block_size,
         max_model_len=max_model_len,
     )
     report = layout.report(layout.num_pages(parse_size("memory", arguments.memory)), max_model_len)
@@ -108,16 +109,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Each flag has a twin in the environment: --max-num-seqs is {_ENV}MAX_NUM_SEQS.",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    _add(parser, "log_level", "info", _log_level, "debug, info, warning or error")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP (OpenAI's completions)")
     serve.set_defaults(command=_serve)
     _add_engine_flags(serve)
     _add(serve, "host", "127.0.0.1", str, "address to listen on")
-    _add(serve, "port", 8000, int, "port to listen on")
+    _add(serve, "port", 8000, _port, "port to listen on")
     _add(serve, "served_model_name", None, str, "name of the model in the API; default: the folder's name")
-    _add(serve, "shutdown_timeout", 30.0, float, "seconds that requests get to end after SIGTERM")
+    _add(serve, "shutdown_timeout", 30.0, _seconds, "seconds that requests get to end after SIGTERM")
 
     generate = commands.add_parser("generate", help="complete prompts and print the text")
     generate.set_defaults(command=_generate)
@@ -133,11 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what the K/V of a model costs, from its config.json alone")
     plan.set_defaults(command=_plan)
     plan.add_argument("model", metavar="PATH", help="model folder or config.json")
-    plan.add_argument("--memory", default="8GiB", help="memory for the KV pool, as in 8GiB")
+    _add(plan, "memory", "8GiB", str, "memory for the KV pool, as in 8GiB")
     plan.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    for setting in fields(EngineConfig):
-        if setting.name in ("kv_sharing", "max_model_len", "block_size", "dtype", "hf_overrides"):
-            _add_setting(plan, setting.name)
+    for name in _PLAN_SETTINGS:
+        _add_setting(plan, name)
     return parser
 
 
@@ -178,6 +178,24 @@ def _boolean(text: str) -> bool:
     if text.lower() not in ("1", "0", "true", "false"):
         raise ValueError(text)
     return text.lower() in ("1", "true")
+
+
+def _log_level(text: str) -> str:
+    if text.lower() not in ("debug", "info", "warning", "error"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of debug, info, warning and error")
+    return text.upper()
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; they go from 0 to {2**16 - 1}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if re.fullmatch(r"\d{1,9}(\.\d*)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return float(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

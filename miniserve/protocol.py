@@ -1,11 +1,13 @@
 """The bodies of the HTTP API, as OpenAI defines them: pydantic models in, plain dicts out.
 
-Types are checked here; what the values mean is `SamplingParams.validate`'s business, as for the library.
+Types are checked here; what the values mean is `SamplingParams.validate`'s business, as for the library. So are the
+items of lists and mappings: pydantic would collect an error for each of a million of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -45,13 +47,13 @@ class CompletionRequest(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | list[Any] | None = None
+    stop_token_ids: list[Any] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     cache_salt: str | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -103,6 +105,8 @@ class CompletionRequest(BaseModel):
             raise RequestError("stream_options is only allowed with stream=true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed; use stream=false", "prompt_logprobs")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
+            raise RequestError("prompt_logprobs must equal logprobs if the prompt is echoed", "prompt_logprobs")
 
 
 _PARAMS = tuple(
@@ -131,17 +135,22 @@ def parse_completion(body: Any) -> CompletionRequest:
 
 # -------------------------------------------------------------------- answers
 
-TokenText = Callable[[int], str]
-"""Token id -> its text."""
+
+@dataclass(frozen=True)
+class Texts:
+    """How token ids become text."""
+
+    of_token: Callable[[int], str]  # one alone: special tokens too, and parts of characters as U+FFFD
+    of_prompt: Callable[[Sequence[int]], str]
 
 
 class ChoiceWriter:
     """Turns the growing snapshots of one sample into choices: what is new each time, or everything at once."""
 
-    def __init__(self, body: CompletionRequest, index: int, token_text: TokenText) -> None:
+    def __init__(self, body: CompletionRequest, index: int, texts: Texts) -> None:
         self._body = body
         self._index = index
-        self._token_text = token_text
+        self._texts = texts
         self._keep = not (body.echo and body.max_tokens == 0)  # whether generated tokens are part of the answer
         self._num_chars = 0  # of the sample's text given out
         self._num_tokens = 0  # of the sample's tokens given out
@@ -178,14 +187,14 @@ class ChoiceWriter:
         if self._echoed:
             return "", [], []
         self._echoed = True
-        text = answer.prompt if answer.prompt is not None else "".join(map(self._token_text, answer.prompt_token_ids))
+        text = answer.prompt if answer.prompt is not None else self._texts.of_prompt(answer.prompt_token_ids)
         return text, list(answer.prompt_token_ids), list(answer.prompt_logprobs or [])
 
     def _logprobs(self, ids: Sequence[int], entries: Sequence[PositionLogprobs | None]) -> dict[str, list[Any]]:
         """The legacy shape: four lists with one entry per token; a prompt's first token has none (null)."""
         result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(ids, entries):
-            text = self._token_text(token)
+            text = self._texts.of_token(token)
             result["tokens"].append(text)
             result["text_offset"].append(self._offset)
             result["token_logprobs"].append(None if entry is None else _finite(entry[token].logprob))
@@ -197,19 +206,19 @@ class ChoiceWriter:
         """Text -> logprob; an id whose text an earlier one has already is named `token_id:N`."""
         top: dict[str, float] = {}
         for token, value in entry.items():
-            text = self._token_text(token)
+            text = self._texts.of_token(token)
             top[f"token_id:{token}" if text in top else text] = _finite(value.logprob)
         return top
 
 
 def completion(
-    body: CompletionRequest, answers: Sequence[RequestOutput], head: Mapping[str, Any], token_text: TokenText
+    body: CompletionRequest, answers: Sequence[RequestOutput], head: Mapping[str, Any], texts: Texts
 ) -> dict[str, Any]:
     """The whole answer to a request of several prompts with n samples each, numbered prompt * n + sample."""
     choices = []
     for number, answer in enumerate(answers):
         for sample in answer.outputs:
-            writer = ChoiceWriter(body, number * len(answer.outputs) + sample.index, token_text)
+            writer = ChoiceWriter(body, number * len(answer.outputs) + sample.index, texts)
             choice = writer.write(answer, sample) or {}
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = [_prompt_entry(entry) for entry in answer.prompt_logprobs or []]
@@ -246,7 +255,7 @@ def _prompt_entry(entry: PositionLogprobs | None) -> dict[str, Any] | None:
 
 
 def _finite(value: float) -> float:
-    return max(value, LOWEST_LOGPROB)
+    return max(LOWEST_LOGPROB, value)  # in this order, so that NaN is replaced too
 
 
 def _token_id(text: str) -> int:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from sse_starlette import EventSourceResponse
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from miniserve.async_engine import AsyncEngine, Stream
 from miniserve.engine import Engine
 from miniserve.errors import EngineError, QueueFull, RequestError
-from miniserve.protocol import ChoiceWriter, CompletionRequest, completion, error_body, parse_completion, usage
+from miniserve.protocol import ChoiceWriter, CompletionRequest, Texts, completion, error_body, parse_completion, usage
 from miniserve.request import RequestOutput
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ T = TypeVar("T")
 def create_app(async_engine: AsyncEngine, model_name: str, *, shutdown_timeout: float = 30.0) -> FastAPI:
     """The application around an engine: any ASGI server can run it."""
     app = FastAPI(title="miniserve", docs_url=None, redoc_url=None)
+    texts = _texts(async_engine.engine)
     created = int(time.time())
 
     @app.get("/health")
@@ -70,12 +71,12 @@ def create_app(async_engine: AsyncEngine, model_name: str, *, shutdown_timeout: 
         if streams is None:
             return Response(status_code=499)
         if body.stream:
-            events = _events(streams, body, head, async_engine.engine)
+            events = _events(streams, body, head, texts)
             return _EventStream(events, streams, shutdown_timeout)
         answers = await _until_disconnect(request, _last_outputs(streams))
         if answers is None:
             return Response(status_code=499)
-        return JSONResponse(completion(body, answers, head, async_engine.engine.token_text))
+        return JSONResponse(completion(body, answers, head, texts))
 
     _add_error_handlers(app)
     return app
@@ -136,7 +137,7 @@ async def _last_outputs(streams: Sequence[Stream]) -> list[RequestOutput]:
 
 
 async def _events(
-    streams: Sequence[Stream], body: CompletionRequest, head: dict[str, Any], engine: Engine
+    streams: Sequence[Stream], body: CompletionRequest, head: dict[str, Any], texts: Texts
 ) -> AsyncIterator[bytes]:
     """Server-sent events: chunks of all samples as they come, perhaps the usage, then [DONE]."""
     merged: asyncio.Queue[tuple[int, RequestOutput] | EngineError] = asyncio.Queue(maxsize=len(streams))
@@ -153,7 +154,7 @@ async def _events(
             last[number] = answer
             for sample in answer.outputs:
                 index = number * len(answer.outputs) + sample.index
-                writer = writers.setdefault(index, ChoiceWriter(body, index, engine.token_text))
+                writer = writers.setdefault(index, ChoiceWriter(body, index, texts))
                 choice = writer.write(answer, sample)
                 if choice is not None:
                     yield _event({**head, "choices": [choice]})
@@ -179,6 +180,8 @@ class _EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.info("gave up a client that has not read for %d seconds", self.send_timeout)
         finally:
             _close(self._streams)  # `events` cannot do it if the client left before it began
 
@@ -218,7 +221,7 @@ async def _disconnected(request: Request) -> None:
 
 async def _read_json(request: Request) -> Any:
     """The decoded body, read no further than `MAX_BODY_BYTES`."""
-    if request.headers.get("content-type", "application/json").split(";")[0].strip().lower() != "application/json":
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be JSON with Content-Type: application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "compressed bodies are not supported; send plain JSON")
@@ -231,6 +234,12 @@ async def _read_json(request: Request) -> Any:
         return json.loads(bytes(body))
     except (ValueError, RecursionError):
         raise RequestError("the body is not valid JSON") from None
+
+
+def _texts(engine: Engine) -> Texts:
+    """The tokenizer's words; without one, prompts read `token_id:3token_id:7`."""
+    of_token, tokenizer = engine.token_text, engine.tokenizer
+    return Texts(of_token, tokenizer.decode if tokenizer else lambda ids: "".join(map(of_token, ids)))
 
 
 def _head(model_name: str) -> dict[str, Any]:
