@@ -6,11 +6,14 @@ it is told what was sampled and says when a stop string has ended a sample.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from miniserve.request import CompletionOutput, Logprob, PositionLogprobs, Request, RequestOutput
 from miniserve.tokenizer import Detokenizer, StopChecker, Tokenizer
+
+log = logging.getLogger(__name__)
 
 OnOutput = Callable[[RequestOutput], None]
 
@@ -70,8 +73,12 @@ class Answer:
     on_output: OnOutput | None
     final_only: bool  # the caller wants the whole answer only
     prompt_logprobs: list[PositionLogprobs | None] | None
-    changed: bool = False  # since the last output
-    error: BaseException | None = None  # what failed, if the engine did
+    error: Exception | None = None  # what failed, if the engine did
+
+    @property
+    def key(self) -> int:
+        """Unique in the engine, whatever the caller calls the request."""
+        return self.samples[0].request.key
 
     @property
     def finished(self) -> bool:
@@ -91,9 +98,17 @@ class Answer:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=first.prompt_token_ids,
+            prompt_token_ids=list(first.prompt_token_ids),
             outputs=[sample.output(index) for index, sample in enumerate(self.samples)],
             prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             num_cached_tokens=first.num_cached_tokens or 0,
             finished=self.finished,
         )
+
+    def deliver(self, output: RequestOutput) -> None:
+        """Call the caller back; what fails there is his affair and stops nobody else."""
+        if self.on_output is not None:
+            try:
+                self.on_output(output)
+            except Exception:
+                log.exception("the on_output of request %s failed", self.request_id)

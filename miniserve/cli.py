@@ -20,7 +20,7 @@ from typing import Any
 from miniserve import __version__
 from miniserve.config import EngineConfig, parse_size
 from miniserve.errors import ConfigError, MiniserveError
-from miniserve.report import draw_groups, draw_report
+from miniserve.report import draw_groups, draw_report, kv_report
 from miniserve.request import SamplingParams
 
 _ENV = "MINISERVE_"
@@ -94,7 +94,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         block_size=settings.block_size,
         max_model_len=max_model_len,
     )
-    report = layout.report(layout.num_pages(parse_size("memory", arguments.memory)), max_model_len)
+    report = kv_report(layout, layout.num_pages(parse_size("memory", arguments.memory)), max_model_len)
     print(json.dumps(report) if arguments.json else draw_report(report, draw_groups(config.sharing)))
     return 0
 

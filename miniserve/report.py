@@ -1,11 +1,44 @@
-"""Draws what `KVLayout.report` says: for the terminal (`miniserve plan`) and the start-up log."""
+"""What sharing buys, as numbers and as a drawing: for `miniserve plan`, `Engine.kv_report()` and the start-up log."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from miniserve.kvcache.layout import KVLayout
 from miniserve.kvcache.sharing import KVSharing
+
+
+def kv_report(layout: KVLayout, num_pages: int, max_model_len: int) -> dict[str, Any]:
+    """The KV cache of a model in plain numbers, ready for JSON.
+
+    `capacity_tokens` is what requests of `max_model_len` tokens can keep together; with full classes only, it is
+    exactly the slots of the pool.
+    """
+    kept = sum(c.bytes_per_token * min(max_model_len, c.window or max_model_len) for c in layout.classes)
+    return {
+        "kv_sharing": str(layout.sharing),
+        "bytes_per_token": layout.bytes_per_token,
+        "capacity_tokens": num_pages * layout.page_bytes * max_model_len // kept,
+        "max_model_len": max_model_len,
+        "max_full_requests": num_pages // layout.blocks_for(max_model_len),
+        "reduction": layout.reduction,
+        "kv_cache_bytes": num_pages * layout.page_bytes,
+        "num_blocks": num_pages,
+        "block_bytes": layout.page_bytes,
+        "groups": [
+            {
+                "owner": group.owner,
+                "readers": list(group.layers[1:]),
+                "kv_heads": group.geometry.kv_heads,
+                "head_dim": group.geometry.head_dim,
+                "window": group.window,
+                "bytes_per_token": group.bytes_per_token,
+            }
+            for group in layout.groups
+        ],
+        "classes": [{"window": c.window, "groups": list(c.groups), "block_size": c.block_size} for c in layout.classes],
+    }
 
 
 def draw_report(report: Mapping[str, Any], drawing: str | None = None) -> str:

@@ -9,7 +9,7 @@ has a state, so a request samples the same text alone, in a crowd, or recomputed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 import torch
@@ -18,12 +18,16 @@ from torch import Tensor
 from miniserve.request import Logprob, PositionLogprobs, Request
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """logits (S, V) float32 -> one token for each request. Rows do not influence each other."""
-    if all(_takes_argmax(request) for request in requests):
-        return logits.argmax(dim=-1).tolist()
-    logits = _adjust(logits, requests)
-    tokens = logits.argmax(dim=-1)
+def sample(
+    logits: Tensor, requests: Sequence[Request], argmax: Callable[[Tensor], Tensor] = lambda x: x.argmax(dim=-1)
+) -> list[int]:
+    """logits (S, V) float32 -> one token for each request. Rows do not influence each other.
+
+    `argmax` (S, V) -> (S,) may be a kernel set's own.
+    """
+    if not all(_takes_argmax(request) for request in requests):
+        logits = _adjust(logits, requests)
+    tokens = argmax(logits)
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])

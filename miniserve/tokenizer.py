@@ -6,7 +6,7 @@ A model folder without tokenizer files still serves token ids: then there is no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ class Tokenizer:
     """A HuggingFace tokenizer, loaded from local files only and without running any code from them."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # seconds to import: only when text is wanted
+        from transformers import AutoTokenizer, PreTrainedConfig  # seconds to import: only when text is wanted
 
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            # A config of no family: transformers refuses those it does not know (LCKV's `layer_types` string).
+            self._hf: Any = AutoTokenizer.from_pretrained(
+                folder, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
+            )
         except Exception as error:  # its parsers raise anything
             raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 
@@ -47,23 +50,21 @@ class Tokenizer:
         """
         try:
             text.encode()
-            return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+            return list(_guarded(self._hf.encode, text, add_special_tokens=add_special_tokens))
         except UnicodeEncodeError:
             raise RequestError("prompt holds a lone surrogate, which is no text in UTF-8", "prompt") from None
-        except BaseException as error:  # the tokenizers' Rust panics are no `Exception`
-            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-                raise
+        except Exception as error:
             raise RequestError(f"prompt cannot be tokenised: {type(error).__name__}", "prompt") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids to text, without special tokens."""
-        if self._hf.is_fast:  # the Rust object itself: a tenth of the wrapper's time
-            return self._hf.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return self._hf.decode(list(token_ids), skip_special_tokens=True)
+        # The Rust object itself takes a tenth of the wrapper's time.
+        decoder = self._hf.backend_tokenizer if self._hf.is_fast else self._hf
+        return _guarded(decoder.decode, list(token_ids), skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
         """One token as text (a part of a character becomes U+FFFD)."""
-        return self._hf.decode([token_id])
+        return _guarded(self._hf.decode, [token_id])
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Messages through the model's own chat template; it writes all special tokens itself.
@@ -81,9 +82,15 @@ class Tokenizer:
             raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
         return self.encode(text, add_special_tokens=False)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """A fresh incremental detokeniser that goes on after a prompt."""
-        return Detokenizer(self, prompt_token_ids)
+
+def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call into a tokenizer; a panic of its Rust code, which is no `Exception`, becomes one."""
+    try:
+        return function(*arguments, **options)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as panic:
+        raise RuntimeError(f"the tokenizer panicked: {panic}") from None
 
 
 class Detokenizer:

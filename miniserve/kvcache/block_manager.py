@@ -159,7 +159,7 @@ class BlockManager:
         """Logical block -> page id for one class; None where the block was given back."""
         return self._tables[request.key][class_index].blocks
 
-    def num_blocks_held(self, request: Request) -> int:
+    def num_pages_held(self, request: Request) -> int:
         """Pages in this request's tables, over all classes."""
         tables = self._tables.get(request.key, [])
         return sum(page is not None for table in tables for page in table.blocks)

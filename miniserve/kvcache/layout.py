@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import ceil, lcm
-from typing import Any
+from operator import mul
 
 from miniserve.errors import ConfigError
 from miniserve.kvcache.sharing import KVSharing
@@ -49,7 +50,7 @@ class LayerGroup:
     """An owner with its readers: one K and one V memory."""
 
     owner: int
-    readers: tuple[int, ...]  # all layers that attend to this memory, the owner first
+    layers: tuple[int, ...]  # all that attend to this memory, the owner first
     geometry: KVGeometry
     window: int | None  # tokens kept: the widest reader's window, None for all
     retention_class: int
@@ -105,8 +106,8 @@ class KVLayout:
         """Turn a map and the geometry of each layer into groups and classes.
 
         `block_size` is the number of slots in a block of the class with the largest tokens. A window that
-        no request can exceed (`>= max_model_len`) is no window. Blocks grow, in steps of
-        `block_size_multiple`, until no class leaves more than 1/16 of a page unused.
+        no request can exceed (`>= max_model_len`) is no window. Blocks are multiples of
+        `block_size_multiple` and may be a little larger than asked, so that pages are well used by every class.
         """
         for layer, owner in enumerate(sharing.owners):
             if geometry[layer] != geometry[owner]:
@@ -125,7 +126,7 @@ class KVLayout:
         groups = [
             LayerGroup(
                 owner=owner,
-                readers=sharing.readers(owner),
+                layers=sharing.readers(owner),
                 geometry=geometry[owner],
                 window=windows[g],
                 retention_class=(index := distinct.index(windows[g])),
@@ -177,55 +178,27 @@ class KVLayout:
             low, high = (middle, high) if self.blocks_for(middle) <= num_pages else (low, middle - 1)
         return low
 
-    def report(self, num_pages: int, max_model_len: int) -> dict[str, Any]:
-        """What sharing buys, in numbers (`miniserve plan --json`, `Engine.kv_report()`, the start-up log).
-
-        `capacity_tokens` is what requests of `max_model_len` tokens can keep together: with full classes
-        only, exactly the slots of the pool.
-        """
-        kept = sum(c.bytes_per_token * min(max_model_len, c.window or max_model_len) for c in self.classes)
-        return {
-            "kv_sharing": str(self.sharing),
-            "bytes_per_token": self.bytes_per_token,
-            "capacity_tokens": num_pages * self.page_bytes * max_model_len // kept,
-            "max_model_len": max_model_len,
-            "max_full_requests": num_pages // self.blocks_for(max_model_len),
-            "reduction": self.reduction,
-            "kv_cache_bytes": num_pages * self.page_bytes,
-            "num_blocks": num_pages,
-            "block_bytes": self.page_bytes,
-            "groups": [
-                {
-                    "owner": group.owner,
-                    "readers": list(group.readers[1:]),
-                    "kv_heads": group.geometry.kv_heads,
-                    "head_dim": group.geometry.head_dim,
-                    "window": group.window,
-                    "bytes_per_token": group.bytes_per_token,
-                }
-                for group in self.groups
-            ],
-            "classes": [
-                {"window": c.window, "groups": list(c.groups), "block_size": c.block_size} for c in self.classes
-            ],
-        }
-
 
 def _effective_window(window: int | None, max_model_len: int) -> int | None:
     return None if window is None or window >= max_model_len else window
 
 
 def _block_sizes(class_bytes: list[int], block_size: int, multiple: int) -> list[int]:
-    """Slots per page of each class: the smallest blocks that waste little of a page in every class."""
+    """Slots per page of each class: little waste in every class, and block boundaries that often coincide.
+
+    A page is `base` slots of the largest class. Among the sizes that leave at most 1/16 of it unused, those with the
+    smallest common multiple are taken, since prefix hits end at one.
+    """
     largest = max(class_bytes)
-
-    def sizes(base: int) -> list[int]:
-        return [base * largest // b // multiple * multiple for b in class_bytes]
-
-    def waste(base: int) -> float:
-        return max(1 - size * b / (base * largest) for size, b in zip(sizes(base), class_bytes))
-
     start = ceil(block_size / multiple) * multiple
-    candidates = range(start, start + 32 * multiple, multiple)
-    good = next((base for base in candidates if waste(base) <= _MAX_WASTE), None)
-    return sizes(good if good is not None else min(candidates, key=waste))
+    best: list[int] = []
+    for base in range(start, start + 32 * multiple, multiple):
+        page = base * largest
+        choices = [
+            [size for size in range(multiple, page // b + 1, multiple) if size * b >= page * (1 - _MAX_WASTE)]
+            for b in class_bytes
+        ]
+        for sizes in product(*choices):
+            if not best or (lcm(*sizes), page) < (lcm(*best), max(map(mul, best, class_bytes))):
+                best = list(sizes)
+    return best or [start * largest // b // multiple * multiple for b in class_bytes]

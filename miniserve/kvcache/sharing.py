@@ -2,10 +2,10 @@
 
     KVSharing.parse("0_0_2s_2s", window=128)
 
-    layer        0 1 2 3
-    group 0      ■ ● · ·      ■ owner: projects, rotates and writes K/V, and reads it
-    group 1      · · ◧ ○      ● reader: projects only q and reads its owner's K/V
-                              ◧ ○ the same, seeing only the last `window` tokens
+    layer    0 1 2 3
+    group 0  ■ ● · ·      ■ owner: projects, rotates and writes K/V, and reads it
+    group 1  · · ◧ ○      ● reader: projects only q and reads its owner's K/V
+                          ◧ ○ the same, seeing only the last `window` tokens
 
 A map is plain data. It knows neither tensors nor head sizes nor requests: `layout` adds the
 geometry, `pool` the memory. Every scheme of the literature is a constructor here and nothing
@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from miniserve.errors import ConfigError
 
@@ -56,7 +57,7 @@ class KVSharing:
         """L."""
         return len(self.owners)
 
-    @property
+    @cached_property
     def group_owners(self) -> tuple[int, ...]:
         """The layers that write K/V, in order. Group g belongs to `group_owners[g]`."""
         return tuple(layer for layer, owner in enumerate(self.owners) if layer == owner)
@@ -78,7 +79,7 @@ class KVSharing:
         windows = [self.windows[layer] for layer in self.readers(owner)]
         return None if None in windows else max(window for window in windows if window is not None)
 
-    @property
+    @cached_property
     def cut(self) -> int:
         """The last owner. Once it has written K/V, a token that is not sampled needs no more work."""
         return self.group_owners[-1]

@@ -81,7 +81,9 @@ def load_model(
     Raises:
         ModelError: unreadable files, or tensors that do not fit the config (`CheckpointMismatch`).
     """
-    weights = Checkpoint(folder, dtype=dtype, device=device, show_progress=show_progress)
+    weights = Checkpoint(
+        folder, dtype=dtype, device=device, vector_dtype=ops.vector_dtype(dtype), show_progress=show_progress
+    )
     model = import_module(f"{__name__}.{_module_name(config.model_type)}").Model(config, weights, ops, max_model_len)
     weights.finish()
     return model

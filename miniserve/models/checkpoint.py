@@ -32,9 +32,18 @@ _SHOWN = 8
 class Checkpoint:
     """The tensors of a model folder. Collects everything that is wrong and says it once, in `finish`."""
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, show_progress: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        vector_dtype: torch.dtype | None = None,
+        show_progress: bool = False,
+    ) -> None:
         self.folder = folder
         self.dtype = dtype
+        self.vector_dtype = vector_dtype or dtype  # of tensors with one dimension: norm weights and biases
         self.device = device
         self._file_of = _index(folder)
         self._open: dict[Path, safe_open] = {}
@@ -55,7 +64,7 @@ class Checkpoint:
             self._problems.append(f"shape: {name} is {found}, config.json says {list(shape)}")
         else:
             return self._read(name)
-        return torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        return torch.empty(tuple(shape), dtype=self._dtype_of(shape), device=self.device)
 
     def take_optional(self, name: str, shape: Sequence[int], present: bool) -> Tensor | None:
         """`take` if the config says that the tensor exists, else None."""
@@ -97,7 +106,10 @@ class Checkpoint:
         tensor = self._handle(name).get_tensor(name)
         if not tensor.is_floating_point():
             self._problems.append(f"dtype: {name} holds {tensor.dtype}; only floating-point weights are supported")
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return tensor.to(device=self.device, dtype=self._dtype_of(tensor.shape))
+
+    def _dtype_of(self, shape: Sequence[int]) -> torch.dtype:
+        return self.vector_dtype if len(shape) == 1 else self.dtype
 
 
 def _open(path: Path) -> safe_open:

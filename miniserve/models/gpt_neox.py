@@ -23,8 +23,15 @@ from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields, ModelConfig
-from miniserve.models.layers import linear, rope_fields, rotary_embedding
-from miniserve.ops import Activation, Ops, Rotation
+from miniserve.models.layers import (
+    ignore_reader_kv,
+    linear,
+    output_head,
+    rope_fields,
+    rotary_embedding,
+    run_layers,
+)
+from miniserve.ops import Activation, Ops, RotaryEmbedding, Rotation
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -84,50 +91,50 @@ def parse(fields: Fields) -> NeoXConfig:
 
 
 class Attention:
-    """Project q and attend to the group's memory; an owner also fills it."""
+    """Project q and attend to the group's memory; an owner also projects and writes k, v."""
 
-    def __init__(self, config: NeoXConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
-        self.config, self.layer, self.ops = config, layer, ops
+    def __init__(self, config: NeoXConfig, layer: int, weights: Checkpoint, ops: Ops, rotary: RotaryEmbedding) -> None:
+        self.config, self.layer, self.ops, self.rotary = config, layer, ops, rotary
         self.owns = config.sharing.owns(layer)
         self.scale = config.head_dim**-0.5
         name, hidden, bias = f"gpt_neox.layers.{layer}.attention", config.hidden_size, config.attention_bias
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         if config.fused_qkv:
             self.query, key, value = _split_qkv(config, weights, ops, f"{name}.query_key_value")
+            self.key, self.value = [key], [value]  # a reader has them too and never uses them
         else:
             self.query = linear(weights, ops, f"{name}.query", q_size, hidden, bias=bias)
+            if self.owns:
+                self.key = _key_or_value(config, weights, ops, f"{name}.key", kv_size)
+                self.value = _key_or_value(config, weights, ops, f"{name}.value", kv_size)
         self.dense = linear(weights, ops, f"{name}.dense", hidden, q_size, bias=bias)
-        if self.owns and config.fused_qkv:
-            self.key, self.value = [key], [value]
-        elif self.owns:
-            self.key, self.value = (
-                _key_or_value(config, weights, ops, f"{name}.{n}", kv_size) for n in ("key", "value")
-            )
 
-    def write(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> None:
-        """Owners: x (T, H) -> k, v into the group's memory; k un-rotated unless the family shares rotated keys."""
-        heads = (self.config.num_kv_heads, self.config.head_dim)
-        k, v = self._project(x, self.key).unflatten(-1, heads), self._project(x, self.value).unflatten(-1, heads)
-        written = rotation if self.config.rotate_shared_keys else None
-        self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, written)
+    def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+        """x (T, H) -> q (T, Hq, D), rotated. An owner writes k, v, with k un-rotated if readers want it so."""
+        q = self._heads(self.ops.linear(x, self.query))
+        if self.owns:
+            k, v = self._heads(self._stages(x, self.key)), self._heads(self._stages(x, self.value))
+            written = rotation if self.config.rotate_shared_keys else None
+            self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, written)
+        return self.ops.rotate(q, rotation)
 
-    def read(
-        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv_pool: KVPool, rotary: Any, rotation: Rotation
-    ) -> Tensor:
-        """x (T, H) -> attention over the group's memory (+ residual), (T, H)."""
-        q = self.ops.linear(x, self.query).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+    def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """q (T, Hq, D) -> residual + attention over the group's memory, (T, H)."""
         rotate_on_read = self.owns and not self.config.rotate_shared_keys
         out = self.ops.attend(
-            self.ops.rotate(q, rotation),
+            q,
             kv_pool.of_layer(self.layer),
             batch,
             scale=self.scale,
             window=self.config.sharing.windows[self.layer],
-            key_rotary=rotary if rotate_on_read else None,
+            key_rotary=self.rotary if rotate_on_read else None,
         )
         return self.ops.linear(out.flatten(1), self.dense, residual)
 
-    def _project(self, x: Tensor, stages: list[Any]) -> Tensor:
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    def _stages(self, x: Tensor, stages: list[Any]) -> Tensor:
         """One linear, or MLKV's two-layer MLP."""
         for stage in stages[:-1]:
             x = self.ops.activated_linear(x, stage, self.config.activation)
@@ -160,19 +167,26 @@ def _split_qkv(config: NeoXConfig, weights: Checkpoint, ops: Ops, name: str) -> 
 class Layer:
     """Attention and MLP side by side on the same input (or one after the other)."""
 
-    def __init__(self, config: NeoXConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
+    def __init__(self, config: NeoXConfig, layer: int, weights: Checkpoint, ops: Ops, rotary: RotaryEmbedding) -> None:
         self.config, self.ops = config, ops
         name, hidden, inner = f"gpt_neox.layers.{layer}", config.hidden_size, config.intermediate_size
         self.input_norm = _layer_norm(weights, f"{name}.input_layernorm", hidden)
         self.mlp_norm = _layer_norm(weights, f"{name}.post_attention_layernorm", hidden)
-        self.attention = Attention(config, layer, weights, ops)
+        self.attention = Attention(config, layer, weights, ops, rotary)
         self.up = linear(weights, ops, f"{name}.mlp.dense_h_to_4h", inner, hidden, bias=True)
         self.down = linear(weights, ops, f"{name}.mlp.dense_4h_to_h", hidden, inner, bias=True)
 
-    def mlp(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x (T, H) -> residual + MLP(norm(x))."""
-        normed = self.ops.layer_norm(x, *self.mlp_norm, self.config.layer_norm_eps)
-        return self.ops.linear(self.ops.activated_linear(normed, self.up, self.config.activation), self.down, residual)
+    def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+        """x (T, H) -> q (T, Hq, D); K/V of an owner are written."""
+        normed = self.ops.layer_norm(x, *self.input_norm, self.config.layer_norm_eps)
+        return self.attention.project(normed, batch, kv_pool, rotation)
+
+    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """q (T, Hq, D), x (T, H) -> x + attention + MLP, (T, H)."""
+        after = self.attention.attend(q, x, batch, kv_pool)  # x + attention
+        mlp_input = x if self.config.parallel_residual else after
+        normed = self.ops.layer_norm(mlp_input, *self.mlp_norm, self.config.layer_norm_eps)
+        return self.ops.linear(self.ops.activated_linear(normed, self.up, self.config.activation), self.down, after)
 
 
 def _layer_norm(weights: Checkpoint, name: str, size: int) -> tuple[Tensor, Tensor]:
@@ -184,36 +198,20 @@ class Model:
 
     def __init__(self, config: NeoXConfig, weights: Checkpoint, ops: Ops, max_model_len: int) -> None:
         self.config, self.ops = config, ops
-        table = (config.vocab_size, config.hidden_size)
-        self.embedding = weights.take("gpt_neox.embed_in.weight", table)
-        self.layers = [Layer(config, i, weights, ops) for i in range(config.sharing.num_layers)]
-        self.norm = _layer_norm(weights, "gpt_neox.final_layer_norm", config.hidden_size)
-        if config.tie_word_embeddings:
-            weights.ignore(r"^embed_out\.weight$", "tied to the embedding")
-        self.embed_out = ops.pack(
-            self.embedding if config.tie_word_embeddings else weights.take("embed_out.weight", table)
-        )
-        readers = "|".join(str(i) for i in range(config.sharing.num_layers) if not config.sharing.owns(i)) or "none"
-        weights.ignore(rf"^gpt_neox\.layers\.({readers})\.attention\.(key|value)\.", "K/V of reader layers")
-        weights.ignore(r"attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+        self.embedding = weights.take("gpt_neox.embed_in.weight", (config.vocab_size, config.hidden_size))
         self.rotary = rotary_embedding(
             config.rope, config.rotary_dim, config.max_position_embeddings, max_model_len, self.embedding.device
         )
+        self.layers = [Layer(config, i, weights, ops, self.rotary) for i in range(config.sharing.num_layers)]
+        self.norm = _layer_norm(weights, "gpt_neox.final_layer_norm", config.hidden_size)
+        self.embed_out = output_head(weights, ops, "embed_out.weight", self.embedding, tied=config.tie_word_embeddings)
+        ignore_reader_kv(weights, config.sharing, "gpt_neox.layers", r"attention\.(key|value)")
+        weights.ignore(r"attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
         """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
         x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        rotation = self.rotary(batch.positions)
-        for i, layer in enumerate(self.layers):
-            normed = self.ops.layer_norm(x, *layer.input_norm, self.config.layer_norm_eps)
-            if layer.attention.owns:
-                layer.attention.write(normed, batch, kv_pool, rotation)
-            if i == self.config.sharing.cut:
-                batch, (x, normed) = batch.cut(x, normed)
-                rotation = self.rotary(batch.positions)
-            after = layer.attention.read(normed, x, batch, kv_pool, self.rotary, rotation)  # x + attention
-            x = layer.mlp(x if self.config.parallel_residual else after, after)
-        return x
+        return run_layers(self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, H) -> logits (R, V), float32."""

@@ -1,19 +1,65 @@
-"""What several families build from: reading RoPE and linears. No family's own rules live here."""
+"""What several families build from: the walk through the layers, linears, RoPE. No family's own rules live here."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from miniserve.batch import ForwardBatch
 from miniserve.errors import ConfigError, UnsupportedModel
+from miniserve.kvcache.pool import KVPool
+from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields
-from miniserve.ops import Ops, RotaryEmbedding
+from miniserve.ops import Ops, RotaryEmbedding, Rotation
 from miniserve.request import shorten
+
+
+class Layer(Protocol):
+    """A decoder layer in two halves, with the cut between them."""
+
+    def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+        """x (T, H) -> q (T, Hq, D). An owner writes the rows' K/V to its group's memory."""
+
+    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """q (T, Hq, D), x (T, H) -> the layer's output (T, H), from attention over the group's memory on."""
+
+
+def run_layers(
+    layers: Sequence[Layer], x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotary: RotaryEmbedding, cut: int
+) -> Tensor:
+    """x (T, H) through all layers -> the hidden states of `batch.behind_cut`, (T', H).
+
+    Once the last owner (layer `cut`) has written its K/V, no token needs the others' hidden states any more: only
+    rows whose logits are wanted go on.
+    """
+    rotation = rotary(batch.positions)
+    for i, layer in enumerate(layers):
+        q = layer.project(x, batch, kv_pool, rotation)
+        if i == cut:
+            batch, (x, q) = batch.cut(x, q)
+            rotation = rotary(batch.positions)
+        x = layer.finish(q, x, batch, kv_pool)
+    return x
+
+
+def output_head(weights: Checkpoint, ops: Ops, name: str, embedding: Tensor, *, tied: bool) -> Any:
+    """The packed product that makes logits: the embedding itself if tied."""
+    if tied:
+        weights.ignore(rf"^{re.escape(name)}$", "tied to the embedding")
+    return ops.pack(embedding if tied else weights.take(name, embedding.shape))
+
+
+def ignore_reader_kv(weights: Checkpoint, sharing: KVSharing, layer_name: str, names: str) -> None:
+    """Let K/V weights of layers that only read be left over. `names` is a pattern behind `layer_name`.<i>."""
+    readers = [str(i) for i in range(sharing.num_layers) if not sharing.owns(i)]
+    if readers:
+        weights.ignore(rf"^{re.escape(layer_name)}\.({'|'.join(readers)})\.({names})\.", "K/V of reader layers")
 
 
 def linear(weights: Checkpoint, ops: Ops, name: str, out_features: int, in_features: int, *, bias: bool = False) -> Any:
@@ -23,12 +69,25 @@ def linear(weights: Checkpoint, ops: Ops, name: str, out_features: int, in_featu
 
 
 def stacked_linear(
-    weights: Checkpoint, ops: Ops, names: list[str], out_features: int, in_features: int, *, bias: bool = False
+    weights: Checkpoint, ops: Ops, out_features: dict[str, int], in_features: int, *, bias: bool = False
 ) -> Any:
-    """Several linears of one input as one product, their outputs side by side."""
-    stacked = torch.cat([weights.take(f"{name}.weight", (out_features, in_features)) for name in names])
-    biases = [weights.take(f"{name}.bias", (out_features,)) for name in names] if bias else []
-    return ops.pack(stacked, torch.cat(biases) if biases else None)
+    """Several linears of one input (name -> outputs) as one product, their outputs side by side."""
+    return ops.pack(*_stack(weights, out_features, in_features, bias))
+
+
+def gated_linear(
+    weights: Checkpoint, ops: Ops, gate: str, up: str, out_features: int, in_features: int, *, bias: bool = False
+) -> Any:
+    """The two linears of a gated MLP as one product whose epilogue is activation(gate) * up."""
+    return ops.pack_gated(*_stack(weights, {gate: out_features, up: out_features}, in_features, bias))
+
+
+def _stack(
+    weights: Checkpoint, out_features: dict[str, int], in_features: int, bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    stacked = torch.cat([weights.take(f"{name}.weight", (size, in_features)) for name, size in out_features.items()])
+    biases = [weights.take(f"{name}.bias", (size,)) for name, size in out_features.items()] if bias else []
+    return stacked, torch.cat(biases) if biases else None
 
 
 def rope_fields(fields: Fields) -> dict[str, Any]:

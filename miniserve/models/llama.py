@@ -21,7 +21,16 @@ from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields, ModelConfig
-from miniserve.models.layers import linear, rope_fields, rotary_embedding, stacked_linear
+from miniserve.models.layers import (
+    gated_linear,
+    ignore_reader_kv,
+    linear,
+    output_head,
+    rope_fields,
+    rotary_embedding,
+    run_layers,
+    stacked_linear,
+)
 from miniserve.ops import Ops, Rotation
 
 
@@ -74,41 +83,40 @@ def llama_config(
 
 
 class Attention:
-    """Project q and attend to the group's memory; an owner also fills it."""
+    """Project q and attend to the group's memory; an owner also projects, rotates and writes k, v."""
 
     def __init__(self, config: LlamaConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
         self.config, self.layer, self.ops = config, layer, ops
         self.owns = config.sharing.owns(layer)
-        self.window = config.sharing.windows[layer]
         self.scale = config.head_dim**-0.5
-        name, head = f"model.layers.{layer}.self_attn", config.head_dim
+        name, head, hidden = f"model.layers.{layer}.self_attn", config.head_dim, config.hidden_size
         q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
-        self.q_proj = linear(weights, ops, f"{name}.q_proj", q_size, config.hidden_size, bias=config.qkv_bias)
-        self.o_proj = linear(weights, ops, f"{name}.o_proj", config.hidden_size, q_size, bias=config.output_bias)
-        self.q_norm = weights.take_optional(f"{name}.q_norm.weight", (head,), config.qk_norm)
+        sizes = {f"{name}.q_proj": q_size}
         if self.owns:
-            self.kv_proj = stacked_linear(
-                weights, ops, [f"{name}.k_proj", f"{name}.v_proj"], kv_size, config.hidden_size, bias=config.qkv_bias
-            )
-            self.k_norm = weights.take_optional(f"{name}.k_norm.weight", (head,), config.qk_norm)
+            sizes |= {f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        self.qkv_proj = stacked_linear(weights, ops, sizes, hidden, bias=config.qkv_bias)
+        self.o_proj = linear(weights, ops, f"{name}.o_proj", hidden, q_size, bias=config.output_bias)
+        self.q_norm = weights.take_optional(f"{name}.q_norm.weight", (head,), config.qk_norm)
+        self.k_norm = weights.take_optional(f"{name}.k_norm.weight", (head,), config.qk_norm and self.owns)
 
-    def write(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> None:
-        """Owners: x (T, H) -> k, v into the group's memory, k normed (if the family does) and rotated."""
-        k, v = self.ops.linear(x, self.kv_proj).chunk(2, dim=-1)  # (T, Hkv * D) each
-        k, v = (t.unflatten(-1, (self.config.num_kv_heads, self.config.head_dim)) for t in (k, v))
-        if self.k_norm is not None:
-            k = self.ops.rms_norm(k, self.k_norm, self.config.rms_norm_eps)
-        self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, rotation)
+    def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+        """x (T, H) -> q (T, Hq, D), rotated. An owner writes the rows' k, v to the group's memory."""
+        heads = self.ops.linear(x, self.qkv_proj).unflatten(-1, (-1, self.config.head_dim))  # (T, Hq + 2 Hkv, D)
+        q = self._normed(heads[:, : self.config.num_heads], self.q_norm)
+        if self.owns:
+            k, v = heads[:, self.config.num_heads :].chunk(2, dim=1)  # (T, Hkv, D) each
+            k = self._normed(k, self.k_norm)
+            self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, rotation)
+        return self.ops.rotate(q, rotation)
 
-    def read(self, x: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
-        """x (T, H) -> residual + attention over the group's memory, (T, H)."""
-        q = self.ops.linear(x, self.q_proj).unflatten(-1, (self.config.num_heads, self.config.head_dim))
-        if self.q_norm is not None:
-            q = self.ops.rms_norm(q, self.q_norm, self.config.rms_norm_eps)
-        q = self.ops.rotate(q, rotation)  # (T, Hq, D)
-        memory = kv_pool.of_layer(self.layer)
-        out = self.ops.attend(q, memory, batch, scale=self.scale, window=self.window)
+    def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """q (T, Hq, D) -> residual + attention over the group's memory, (T, H)."""
+        window = self.config.sharing.windows[self.layer]
+        out = self.ops.attend(q, kv_pool.of_layer(self.layer), batch, scale=self.scale, window=window)
         return self.ops.linear(out.flatten(1), self.o_proj, residual)
+
+    def _normed(self, heads: Tensor, weight: Tensor | None) -> Tensor:
+        return heads if weight is None else self.ops.rms_norm(heads, weight, self.config.rms_norm_eps)
 
 
 class Layer:
@@ -117,16 +125,20 @@ class Layer:
     def __init__(self, config: LlamaConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
         self.eps, self.ops = config.rms_norm_eps, ops
         name, hidden, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
+        gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
         self.input_norm = weights.take(f"{name}.input_layernorm.weight", (hidden,))
         self.attention = Attention(config, layer, weights, ops)
         self.mlp_norm = weights.take(f"{name}.post_attention_layernorm.weight", (hidden,))
-        self.gate_up = stacked_linear(
-            weights, ops, [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], inner, hidden, bias=config.mlp_bias
-        )
+        self.gate_up = gated_linear(weights, ops, gate, up, inner, hidden, bias=config.mlp_bias)
         self.down = linear(weights, ops, f"{name}.mlp.down_proj", hidden, inner, bias=config.mlp_bias)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """x (T, H) -> x + MLP(norm(x))."""
+    def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+        """x (T, H) -> q (T, Hq, D); K/V of an owner are written."""
+        return self.attention.project(self.ops.rms_norm(x, self.input_norm, self.eps), batch, kv_pool, rotation)
+
+    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """q (T, Hq, D), x (T, H) -> x + attention + MLP, (T, H)."""
+        x = self.attention.attend(q, x, batch, kv_pool)
         inner = self.ops.gated_linear(self.ops.rms_norm(x, self.mlp_norm, self.eps), self.gate_up, "silu")
         return self.ops.linear(inner, self.down, residual=x)
 
@@ -136,37 +148,20 @@ class Model:
 
     def __init__(self, config: LlamaConfig, weights: Checkpoint, ops: Ops, max_model_len: int) -> None:
         self.config, self.ops = config, ops
-        table = (config.vocab_size, config.hidden_size)
-        self.embedding = weights.take("model.embed_tokens.weight", table)
+        self.embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self.layers = [Layer(config, i, weights, ops) for i in range(config.sharing.num_layers)]
         self.norm = weights.take("model.norm.weight", (config.hidden_size,))
-        if config.tie_word_embeddings:
-            weights.ignore(r"^lm_head\.weight$", "tied to the embedding")
-        self.lm_head = ops.pack(self.embedding if config.tie_word_embeddings else weights.take("lm_head.weight", table))
-        readers = "|".join(str(i) for i in range(config.sharing.num_layers) if not config.sharing.owns(i)) or "none"
-        weights.ignore(rf"^model\.layers\.({readers})\.self_attn\.(k_proj|v_proj|k_norm)\.", "K/V of reader layers")
+        self.lm_head = output_head(weights, ops, "lm_head.weight", self.embedding, tied=config.tie_word_embeddings)
+        ignore_reader_kv(weights, config.sharing, "model.layers", r"self_attn\.(k_proj|v_proj|k_norm)")
         weights.ignore(r"rotary_emb\.inv_freq$")
         self.rotary = rotary_embedding(
             config.rope, config.head_dim, config.max_position_embeddings, max_model_len, self.embedding.device
         )
 
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
-        """Run a step; returns the hidden states of `batch.behind_cut`, (T', H).
-
-        Behind the cut (once the last owner has written its K/V) only rows that are sampled go on.
-        """
+        """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
         x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        rotation = self.rotary(batch.positions)
-        for i, layer in enumerate(self.layers):
-            normed = self.ops.rms_norm(x, layer.input_norm, layer.eps)
-            if layer.attention.owns:
-                layer.attention.write(normed, batch, kv_pool, rotation)
-            if i == self.config.sharing.cut:
-                batch, (x, normed) = batch.cut(x, normed)
-                rotation = self.rotary(batch.positions)
-            x = layer.attention.read(normed, x, batch, kv_pool, rotation)
-            x = layer.mlp(x)
-        return x
+        return run_layers(self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, H) -> logits (R, V), float32."""

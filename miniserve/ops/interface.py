@@ -4,7 +4,7 @@ A model gets its set in the constructor and never asks which one it is, nor on w
 write `ops/<name>.py` with a subclass of `Ops` and name it in `ops/__init__.py`.
 
 Shapes: T rows, H hidden, Hq query heads, Hkv KV heads, D head size. No operation changes its inputs,
-except `write_kv`, which writes the pool.
+except `write_kv`, which writes the pool. Activations have whatever dtype the set's `embed` gives them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
@@ -48,9 +49,20 @@ class Ops(ABC):
     block_size_multiple: int = 1
     """Slots in a block must be a multiple of this."""
 
+    widens_bfloat16: bool = False
+    """Whether bfloat16 weights run at full speed on any CPU, since the set widens them as it loads them."""
+
+    def vector_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the set wants norm weights and biases of a model held in `dtype`."""
+        return dtype
+
     @abstractmethod
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Take a weight (out, in) and a bias (out,) in the set's own form; the result goes to the linears below."""
+
+    @abstractmethod
+    def pack_gated(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Take the weight of a gated product, gate (F, in) over up (F, in), for `gated_linear`."""
 
     @abstractmethod
     def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
@@ -62,11 +74,11 @@ class Ops(ABC):
 
     @abstractmethod
     def gated_linear(self, x: Tensor, packed: Any, activation: Activation) -> Tensor:
-        """x (T, in), W (2F, in) = gate over up -> activation(gate) * up, (T, F)."""
+        """x (T, in), packed by `pack_gated` -> activation(gate) * up, (T, F)."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last dimension, computed in float32."""
+        """x / rms(x) * weight over the last dimension of (T, H) or (T, heads, D), computed in float32."""
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -109,3 +121,7 @@ class Ops(ABC):
     @abstractmethod
     def head(self, hidden: Tensor, packed: Any) -> Tensor:
         """hidden (R, H) -> logits (R, V) in float32."""
+
+    @abstractmethod
+    def argmax(self, logits: Tensor) -> Tensor:
+        """logits (R, V) -> the likeliest token of each row, (R,) int64; the lowest id of equals."""

@@ -31,6 +31,10 @@ class ReferenceOps(Ops):
         """Nothing to prepare: (weight, bias) as they are."""
         return weight, bias
 
+    def pack_gated(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
+        """Nothing to prepare here either."""
+        return weight, bias
+
     def linear(self, x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
         y = F.linear(x, *packed)
@@ -103,6 +107,10 @@ class ReferenceOps(Ops):
     def head(self, hidden: Tensor, packed: Packed) -> Tensor:
         """See `Ops.head`."""
         return F.linear(hidden, *packed).float()
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `Ops.argmax`."""
+        return logits.argmax(dim=-1)
 
 
 def _gather(memory: GroupMemory, table: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:

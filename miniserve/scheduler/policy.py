@@ -1,13 +1,17 @@
-"""In which order requests get their share of a step. To add a policy, add a function here.
+"""In which order the running requests get their share of a step. To add a policy, add a function here and hand it to
+`Scheduler`.
 
-A policy only orders; who fits, and who must give way, is `scheduler.py`'s business.
+A policy only orders. Who is admitted (in order of arrival), who fits and who must give way (the youngest) is
+`scheduler.py`'s business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from miniserve.request import Request
+
+Policy = Callable[[Sequence[Request]], list[Request]]
 
 
 def first_come_first_served(running: Sequence[Request]) -> list[Request]:

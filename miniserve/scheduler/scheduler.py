@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from miniserve.errors import RequestError
 from miniserve.kvcache.block_manager import BlockManager
 from miniserve.request import Request
-from miniserve.scheduler.policy import first_come_first_served
+from miniserve.scheduler.policy import Policy, first_come_first_served
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,37 @@ class ScheduledRequest:
         return self.stop - self.start
 
 
+@dataclass
+class _Step:
+    """A step being put together: what is left of the budget, and who has got what."""
+
+    budget: int
+    chosen: dict[int, ScheduledRequest] = field(default_factory=dict)
+
+    def add(self, item: ScheduledRequest) -> None:
+        self.budget -= item.num_scheduled_tokens
+        self.chosen[item.request.key] = item
+
+    def drop(self, request: Request) -> None:
+        """Forget a request that has just been preempted, if it was chosen already."""
+        if request.key in self.chosen:
+            self.budget += self.chosen.pop(request.key).num_scheduled_tokens
+
+
 class Scheduler:
     """Owns the waiting and running queues. Decides; computes nothing and sees no tensors."""
 
     def __init__(
-        self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_waiting: int,
+        policy: Policy = first_come_first_served,
     ) -> None:
         self.block_manager = block_manager
+        self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_waiting = max_waiting
@@ -123,21 +147,16 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledRequest]:
         """Choose this step's requests and tokens; their blocks are theirs when this returns."""
-        budget = self.max_num_batched_tokens
+        step = _Step(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
-        chosen: dict[int, ScheduledRequest] = {}
-        for request in first_come_first_served(self.running):
-            if budget == 0:
-                break
-            num_tokens = self._make_room(request, budget, chosen)
-            budget = self.max_num_batched_tokens - sum(s.num_scheduled_tokens for s in chosen.values()) - num_tokens
-            if num_tokens:
-                self._choose(request, num_tokens, chosen)
-        for scheduled in chosen.values():
+        for request in self.policy(self.running):
+            if step.budget and (num_tokens := self._make_room(request, step)):
+                step.add(self._grow(request, num_tokens))
+        for scheduled in step.chosen.values():
             self.block_manager.publish(scheduled.request, scheduled.stop)
         if self.num_preemptions == num_preemptions:
-            self._admit(budget, chosen)
-        return list(chosen.values())
+            self._admit(step)
+        return list(step.chosen.values())
 
     def update(self, scheduled: Sequence[ScheduledRequest], tokens: Sequence[int]) -> None:
         """Take in a step's result: `tokens` has one entry for each scheduled request that `samples`, in order."""
@@ -156,25 +175,28 @@ class Scheduler:
 
     # ---------------------------------------------------------------- how
 
-    def _make_room(self, request: Request, budget: int, chosen: dict[int, ScheduledRequest]) -> int:
+    def _make_room(self, request: Request, step: _Step) -> int:
         """How many tokens of a running request can be computed now, preempting younger ones until at least one can."""
         while request in self.running:
             start = request.num_computed_tokens
-            want = min(budget, request.num_tokens - start)
+            want = min(step.budget, request.num_tokens - start)
             fits = self.block_manager.num_tokens_that_fit(request, start, start + want)
             if fits:
                 return fits
             youngest = max(self.running, key=lambda other: other.key)
-            chosen.pop(youngest.key, None)
+            step.drop(youngest)
             self.preempt(youngest)
         return 0
 
-    def _admit(self, budget: int, chosen: dict[int, ScheduledRequest]) -> None:
-        """Start waiting requests, in order, while seats, budget and blocks last."""
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+    def _admit(self, step: _Step) -> None:
+        """Start waiting requests, in order, while seats, budget and blocks last.
+
+        All known tokens of a request must fit (it would soon be preempted otherwise), unless nobody else runs.
+        """
+        while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             start = self.block_manager.take_prefix(request)
-            want = min(budget, request.num_tokens - start)
+            want = min(step.budget, request.num_tokens - start)
             fits = self.block_manager.num_tokens_that_fit(request, start, start + want)
             roomy = self.block_manager.can_hold_all(request, self.max_num_batched_tokens)
             if not fits or (self.running and not roomy):
@@ -185,15 +207,15 @@ class Scheduler:
             request.num_computed_tokens = start
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = start
-            self._choose(request, fits, chosen)
+            step.add(self._grow(request, fits))
             self.block_manager.publish(request, start + fits)
-            budget -= fits
 
-    def _choose(self, request: Request, num_tokens: int, chosen: dict[int, ScheduledRequest]) -> None:
+    def _grow(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        """Give a request the blocks of its next tokens."""
         start = request.num_computed_tokens
         stop = start + num_tokens
         self.block_manager.grow(request, start, stop)
-        chosen[request.key] = ScheduledRequest(request, start, stop, samples=stop == request.num_tokens)
+        return ScheduledRequest(request, start, stop, samples=stop == request.num_tokens)
 
     def _append(self, request: Request, token: int) -> None:
         """Add a sampled token and see whether it ends the request."""

@@ -1,0 +1,62 @@
+"""What this machine offers: device, the dtype to compute in, free memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miniserve.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is a GPU if there is one.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r}: use auto, cpu or cuda") from None
+
+
+def pick_dtype(asked: str, stored: Any, device: torch.device, *, widens_bfloat16: bool) -> torch.dtype:
+    """The dtype asked for; `auto` keeps the checkpoint's (`stored`) where the machine is fast at it.
+
+    On a CPU float16 becomes bfloat16, and that becomes float32 unless the CPU has instructions for it or the
+    kernel set widens it as it loads (`widens_bfloat16`).
+    """
+    if asked != "auto":
+        return DTYPES[asked]
+    dtype = DTYPES.get(str(stored).removeprefix("torch."), torch.float32)
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    return torch.bfloat16 if widens_bfloat16 or _cpu_has_bfloat16() else torch.float32
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now, within the container's limit if there is one."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = _read("/proc/meminfo").splitlines()
+    free = next((int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable")), 4 * 2**30)
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    return min(free, max(0, int(limit) - int(used))) if limit.isdecimal() and used.isdecimal() else free
+
+
+def _cpu_has_bfloat16() -> bool:
+    flags = _read("/proc/cpuinfo")
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="ignore")
+    except OSError:
+        return ""

@@ -1,0 +1,302 @@
+// Causal attention over paged K/V, and the writing of K/V.
+//
+// A page of one layer group, for each KV head, in blocks of 16 slots so that keys come 16 at a time and values
+// 16 dimensions at a time (see `simd.h` for the pairs of BFloat16):
+//
+//     K of a head   block 0: [D / kPack][16 keys][kPack]          block 1: ...   for P / 16 blocks
+//     V of a head   block 0: [16 / kPack][D dims][kPack]          block 1: ...
+//
+// q.k is then 16 scores per step without a sum across lanes, and p.v 16 output dims per step without a transpose.
+//
+// A tile is up to 12 queries that read the same keys: the query heads of one KV head, times as many neighbouring rows
+// as fit. Scores come 64 keys at a time; a running maximum and sum make the softmax exact (online softmax, 1805.02867;
+// FlashAttention, 2205.14135). The 64 begin at multiples of 64 whatever the tile, so a row's result does not depend
+// on its neighbours.
+
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+#include "threads.h"
+
+namespace miniserve {
+
+constexpr int kChunk = 64;
+constexpr int kMaxGroups = 512 / kLanes;  // head sizes up to 512
+
+// RoPE on one head: the first 2 * half dims are rotated in halves (RoFormer, 2104.09864), the rest copied.
+inline void rotate_head(const float* x, long dim, const float* cos, const float* sin, long half, float* y) {
+  for (long d = 0; d < half; ++d) {
+    const float a = x[d], b = x[d + half];
+    y[d] = a * cos[d] - b * sin[d];
+    y[d + half] = b * cos[d] + a * sin[d];
+  }
+  for (long d = 2 * half; d < dim; ++d) y[d] = x[d];
+}
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// One layer group's K and V in the arena.
+template <class T>
+struct Memory {
+  typename T::Stored* k;  // of page 0
+  typename T::Stored* v;
+  long page_stride;  // elements from one page to the next
+  long block_size, kv_heads, key_dim, value_dim;
+
+  typename T::Stored* keys(long page, long head, long slot) const {  // of the block of 16 that holds the slot
+    return k + page * page_stride + (head * block_size + slot / kLanes * kLanes) * key_dim;
+  }
+  typename T::Stored* values(long page, long head, long slot) const {
+    return v + page * page_stride + (head * block_size + slot / kLanes * kLanes) * value_dim;
+  }
+};
+
+// The step's requests: `batch.py`'s ForwardBatch.
+struct Requests {
+  const int32_t* cu_seqlens_q;  // (S + 1,)
+  const int32_t* seqused_k;  // (S,)
+  const int32_t* block_table;  // (S, block_table_width)
+  long count, block_table_width;
+};
+
+struct AttentionOptions {
+  float scale;
+  long window;  // 0: none
+  float softcap;  // 0: none
+  const float *key_cos, *key_sin;  // (positions, rotary_half) to rotate keys as they are read, or null
+  long rotary_half;
+};
+
+template <class T>
+class Attention {
+  typedef typename T::Lhs Lhs;
+  typedef typename T::Stored Stored;
+
+ public:
+  Attention(const float* q, long q_heads, const Memory<T>& memory, const Requests& requests,
+            const AttentionOptions& options, float* out)
+      : q_(q), q_heads_(q_heads), memory_(memory), requests_(requests), options_(options), out_(out),
+        sharing_(q_heads / memory.kv_heads), heads_per_tile_(std::min<long>(sharing_, kMaxRows)),
+        rows_per_tile_(kMaxRows / heads_per_tile_) {}
+
+  void run(ThreadPool& pool) {
+    const long head_tiles = (sharing_ + heads_per_tile_ - 1) / heads_per_tile_;
+    for (long s = 0; s < requests_.count; ++s) {
+      const long rows = requests_.cu_seqlens_q[s + 1] - requests_.cu_seqlens_q[s];
+      for (long head = 0; head < memory_.kv_heads; ++head)
+        for (long row = 0; row < rows; row += rows_per_tile_)
+          for (long h = 0; h < head_tiles; ++h)
+            tiles_.push_back({s, head, row, std::min(rows_per_tile_, rows - row), h * heads_per_tile_,
+                              std::min(heads_per_tile_, sharing_ - h * heads_per_tile_)});
+    }
+    const long per_task = std::max<long>(1, std::min<long>(8, tiles_.size() / 64));
+    pool.parallel_for((tiles_.size() + per_task - 1) / per_task, [&](long task) {
+      for (size_t i = task * per_task; i < std::min<size_t>(tiles_.size(), (task + 1) * per_task); ++i)
+        attend(tiles_[i]);
+    });
+  }
+
+ private:
+  struct Tile {
+    long request, kv_head, first_row, rows, first_head, heads;
+  };
+
+  // Query i of a tile is row i / heads, head i % heads.
+  void attend(const Tile& tile) const {
+    const int R = static_cast<int>(tile.rows * tile.heads);
+    const long key_dim = memory_.key_dim, value_dim = memory_.value_dim;
+    const long key_steps = (key_dim + T::kPack - 1) / T::kPack, value_groups = (value_dim + kLanes - 1) / kLanes;
+    const long first_row = requests_.cu_seqlens_q[tile.request] + tile.first_row;
+    const long num_rows = requests_.cu_seqlens_q[tile.request + 1] - requests_.cu_seqlens_q[tile.request];
+    const long first_position = requests_.seqused_k[tile.request] - num_rows + tile.first_row;
+
+    thread_local std::vector<Lhs> queries;
+    thread_local std::vector<float> sums;
+    queries.resize(R * key_steps);
+    sums.assign(R * value_groups * kLanes, 0.0f);
+    long last[kMaxRows], first[kMaxRows];  // keys that a query sees
+    Floats total[kMaxRows] = {};
+    float best[kMaxRows];
+    for (int i = 0; i < R; ++i) {
+      const long row = first_row + i / tile.heads;
+      const long head = tile.kv_head * sharing_ + tile.first_head + i % tile.heads;
+      const float* q = q_ + (row * q_heads_ + head) * key_dim;
+      for (long step = 0; step < key_steps; ++step) queries[i * key_steps + step] = scaled(q, step);
+      last[i] = first_position + i / tile.heads;
+      first[i] = options_.window ? std::max<long>(0, last[i] - options_.window + 1) : 0;
+      best[i] = kMinusInfinity;
+    }
+
+    const int32_t* pages = requests_.block_table + tile.request * requests_.block_table_width;
+    alignas(64) float scores[kMaxRows][kChunk];
+    Lhs weights[kMaxRows][kChunk / T::kPack];
+    for (long chunk = first[0] / kChunk * kChunk; chunk <= last[R - 1]; chunk += kChunk) {
+      // Blocks of 16 that no query sees are not touched: their pages may be given back already.
+      const int begin = static_cast<int>(std::max<long>(0, first[0] / kLanes - chunk / kLanes));
+      const int end = static_cast<int>(std::min<long>(kChunk / kLanes, last[R - 1] / kLanes - chunk / kLanes + 1));
+      score(R, tile, pages, queries.data(), key_steps, chunk, begin, end, scores);
+      for (int i = 0; i < R; ++i) {
+        const float rescale = softmax_step(scores[i], begin, end, first[i] - chunk, last[i] - chunk, best[i], total[i]);
+        if (rescale != 1.0f)
+          for (long g = 0; g < value_groups; ++g) {
+            float* sum = &sums[(i * value_groups + g) * kLanes];
+            store(sum, load(sum) * rescale);
+          }
+        for (int step = begin * kLanes / T::kPack; step < end * kLanes / T::kPack; ++step)
+          weights[i][step] = T::lhs(scores[i] + step * T::kPack);
+      }
+      const long stop_key = std::min(last[R - 1] + 1, chunk + kChunk);
+      add_values(R, tile, pages, &weights[0][0], chunk, begin, end, stop_key, sums.data(), value_groups);
+    }
+
+    for (int i = 0; i < R; ++i) {
+      const long row = first_row + i / tile.heads;
+      const long head = tile.kv_head * sharing_ + tile.first_head + i % tile.heads;
+      float* out = out_ + (row * q_heads_ + head) * value_dim;
+      const float inverse = 1.0f / sum(total[i]);
+      for (long d = 0; d < value_dim; ++d) out[d] = sums[i * value_groups * kLanes + d] * inverse;
+    }
+  }
+
+  Lhs scaled(const float* q, long step) const {
+    float pack[T::kPack] = {};
+    for (int i = 0; i < T::kPack && step * T::kPack + i < memory_.key_dim; ++i)
+      pack[i] = q[step * T::kPack + i] * options_.scale;
+    return T::lhs(pack);
+  }
+
+  long page_of(const int32_t* pages, long position) const { return pages[position / memory_.block_size]; }
+
+  // scores[i][j] = q_i . k_(chunk + j), 16 keys a group.
+  void score(int rows, const Tile& tile, const int32_t* pages, const Lhs* queries, long key_steps, long chunk,
+             int begin, int end, float (*scores)[kChunk]) const {
+    const Stored* keys[kChunk / kLanes];
+    thread_local std::vector<Stored> rotated[kChunk / kLanes];
+    for (int b = begin; b < end; ++b) {
+      const long position = chunk + b * kLanes;
+      keys[b] = memory_.keys(page_of(pages, position), tile.kv_head, position % memory_.block_size);
+      if (options_.key_cos) keys[b] = rotate_keys(keys[b], position, rotated[b]);
+    }
+    for (int i = 0; i < rows; ++i) std::fill(scores[i] + begin * kLanes, scores[i] + end * kLanes, 0.0f);
+    dot_rows<T>(rows, end - begin, queries, key_steps, keys + begin, kLanes * T::kPack, key_steps,
+                scores[0] + begin * kLanes, kChunk);
+  }
+
+  // Mask, then one step of the online softmax: scores become weights; returns what earlier sums must be multiplied by.
+  float softmax_step(float* scores, int begin, int end, long first, long last, float& best, Floats& total) const {
+    Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats peak = splat(kMinusInfinity);
+    for (int b = begin; b < end; ++b) {
+      Floats s = load(scores + b * kLanes);
+      if (options_.softcap > 0) s = options_.softcap * tanh(s / options_.softcap);
+      const Ints key = lane + b * kLanes;
+      // Slots behind the last key may hold anything, NaN too: they are replaced, not added to.
+      s = (key >= static_cast<int32_t>(std::max<long>(first, 0))) & (key <= static_cast<int32_t>(std::min<long>(last, kChunk)))
+              ? s : splat(kMinusInfinity);
+      store(scores + b * kLanes, s);
+      peak = max(peak, s);
+    }
+    const float new_best = std::max(best, max(peak));
+    if (new_best == kMinusInfinity) {  // this query sees none of these keys
+      for (int b = begin; b < end; ++b) store(scores + b * kLanes, Floats{});
+      return 1.0f;
+    }
+    const float rescale = exp(splat(best - new_best))[0];
+    total *= rescale;
+    for (int b = begin; b < end; ++b) {
+      const Floats p = exp(load(scores + b * kLanes) - new_best);
+      store(scores + b * kLanes, p);
+      total += p;
+    }
+    best = new_best;
+    return rescale;
+  }
+
+  // sums[i] += sum over keys of weights[i][key] * v_key, 16 dims a group.
+  void add_values(int rows, const Tile& tile, const int32_t* pages, const Lhs* weights, long chunk, int begin, int end,
+                  long stop_key, float* sums, long groups) const {
+    const int whole = static_cast<int>(memory_.value_dim / kLanes);
+    const Stored* w[kMaxGroups];
+    for (int b = begin; b < end; ++b) {
+      const long position = chunk + b * kLanes;
+      const Stored* values = memory_.values(page_of(pages, position), tile.kv_head, position % memory_.block_size);
+      // Values behind the last key may be NaN, and 0 * NaN is NaN: stop there (`write_kv` clears a pair's other half).
+      const long steps = (std::min<long>(kLanes, stop_key - position) + T::kPack - 1) / T::kPack;
+      const Lhs* p = weights + b * kLanes / T::kPack;
+      for (int g = 0; g < whole; ++g) w[g] = values + g * kLanes * T::kPack;
+      dot_rows<T>(rows, whole, p, kChunk / T::kPack, w, memory_.value_dim * T::kPack, steps, sums, groups * kLanes);
+      if (whole < groups) {  // the last dims of a head size that is no multiple of 16
+        Stored padded[kLanes / T::kPack][kLanes * T::kPack];
+        w[0] = pad_values(values, whole, steps, padded);
+        dot_rows<T>(rows, 1, p, kChunk / T::kPack, w, kLanes * T::kPack, steps, sums + whole * kLanes, groups * kLanes);
+      }
+    }
+  }
+
+  const Stored* pad_values(const Stored* values, long group, long steps,
+                           Stored (*padded)[kLanes * T::kPack]) const {
+    const long count = (memory_.value_dim - group * kLanes) * T::kPack;
+    std::memset(padded, 0, kLanes / T::kPack * sizeof padded[0]);
+    for (long step = 0; step < steps; ++step)
+      std::memcpy(padded[step], values + (step * memory_.value_dim + group * kLanes) * T::kPack, count * sizeof(Stored));
+    return padded[0];
+  }
+
+  // A block of 16 keys with RoPE applied, for keys that are stored without it (MLKV's owners).
+  const Stored* rotate_keys(const Stored* keys, long position, std::vector<Stored>& out) const {
+    const long half = options_.rotary_half;
+    const auto at = [&](long d, long lane) { return (d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack; };
+    out.assign(keys, keys + memory_.key_dim * kLanes);
+    for (long lane = 0; lane < kLanes; ++lane) {
+      const float *cos = options_.key_cos + (position + lane) * half, *sin = options_.key_sin + (position + lane) * half;
+      for (long d = 0; d < half; ++d) {
+        const float a = T::widen(keys[at(d, lane)]), b = T::widen(keys[at(d + half, lane)]);
+        out[at(d, lane)] = T::round(a * cos[d] - b * sin[d]);
+        out[at(d + half, lane)] = T::round(b * cos[d] + a * sin[d]);
+      }
+    }
+    return out.data();
+  }
+
+  const float* q_;
+  long q_heads_;
+  const Memory<T>& memory_;
+  const Requests& requests_;
+  const AttentionOptions& options_;
+  float* out_;
+  long sharing_, heads_per_tile_, rows_per_tile_;
+  std::vector<Tile> tiles_;
+};
+
+// Rotate (unless `cos` is null) and write the K/V of some rows to their slots; k (rows, kv_heads, key_dim).
+template <class T>
+void write_kv(ThreadPool& pool, const float* k, long k_stride, const float* v, long v_stride, long rows,
+              const int64_t* slots, const float* cos, const float* sin, long half, const Memory<T>& memory) {
+  // A head is written by one thread, row after row: the neighbour that a slot clears is written after it.
+  pool.parallel_for(memory.kv_heads, [&](long head) {
+    std::vector<float> rotated(memory.key_dim);
+    for (long row = 0; row < rows; ++row) {
+      const long page = slots[row] / memory.block_size, slot = slots[row] % memory.block_size;
+      const float* key = k + row * k_stride + head * memory.key_dim;
+      const float* value = v + row * v_stride + head * memory.value_dim;
+      if (cos) {
+        rotate_head(key, memory.key_dim, cos + row * half, sin + row * half, half, rotated.data());
+        key = rotated.data();
+      }
+      const long lane = slot % kLanes, step = lane / T::kPack, part = lane % T::kPack;
+      typename T::Stored* keys = memory.keys(page, head, slot);
+      for (long d = 0; d < memory.key_dim; ++d)
+        keys[(d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack] = T::round(key[d]);
+      typename T::Stored* values = memory.values(page, head, slot) + step * memory.value_dim * T::kPack;
+      for (long d = 0; d < memory.value_dim; ++d) {
+        values[d * T::kPack + part] = T::round(value[d]);
+        for (long other = part + 1; other < T::kPack; ++other) values[d * T::kPack + other] = 0;
+      }
+    }
+  });
+}
+
+}  // namespace miniserve

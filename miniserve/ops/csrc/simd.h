@@ -1,0 +1,194 @@
+// Sixteen numbers at a time, on whatever the compiler targets.
+//
+// A vector here is GCC's and Clang's own vector type of 16 floats: one register with AVX-512, two with AVX2,
+// four with SSE or NEON. The only intrinsic in this folder is the bfloat16 dot product below, and it has a
+// plain twin.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace miniserve {
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+template <class V>
+inline V load_as(const void* p) {  // from any address
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Floats load(const float* p) { return load_as<Floats>(p); }
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline Floats splat(float x) { return x - Floats{}; }
+
+inline float sum(Floats v) {
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+}
+
+inline float max(Floats v) {
+  float best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+// e^x within 2 ulp for x <= 88; 0 below -87, so that e^(-inf) = 0 and a masked score costs nothing.
+inline Floats exp(Floats x) {
+  const Floats log2e = splat(1.44269504f), big = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+  Floats n = (x * log2e + big) - big;
+  Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return x < -87.0f ? Floats{} : p * (Floats)exponent;
+}
+
+inline Floats tanh(Floats x) {
+  Floats clamped = x > 9.0f ? splat(9.0f) : (x < -9.0f ? splat(-9.0f) : x);  // beyond, tanh is 1 in float
+  Floats e = exp(2.0f * clamped);
+  return (e - 1.0f) / (e + 1.0f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// How numbers are stored, and how a stored vector meets an activation.
+//
+// Weights, keys and values lie so that one load gives 16 outputs times `kPack` consecutive inputs:
+//
+//     Float32   kPack 1   w0 w1 w2 ... w15                     (input k)
+//     BFloat16  kPack 2   w0 w0' w1 w1' ... w15 w15'           (inputs k and k + 1, side by side)
+//
+// `Lhs` is the activations' side: kPack inputs of one row. `dot` adds their products to 16 running sums, always
+// in the order of the inputs; so a row's result never depends on which other rows are computed with it.
+
+struct Float32 {
+  typedef float Stored;
+  static constexpr int kPack = 1;
+  struct Lhs {
+    float x;
+  };
+  typedef Floats Loaded;
+
+  static Stored round(float x) { return x; }
+  static float widen(Stored x) { return x; }
+  static Lhs lhs(const float* x) { return {x[0]}; }
+  static Loaded load(const Stored* p) { return miniserve::load(p); }
+  static Floats dot(Floats acc, const Loaded& w, const Lhs& a) { return acc + w * a.x; }
+};
+
+struct BFloat16 {
+  typedef uint16_t Stored;
+  static constexpr int kPack = 2;
+
+  static Stored round(float x) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<Stored>((bits >> 16) | 0x40);
+    return static_cast<Stored>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+  }
+  static float widen(Stored x) {
+    uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+  }
+
+#if defined(__AVX512BF16__)
+  struct Lhs {
+    uint32_t pair;
+  };
+  typedef __m512bh Loaded;
+  static Lhs lhs(const float* x) { return {round(x[0]) | static_cast<uint32_t>(round(x[1])) << 16}; }
+  static Loaded load(const Stored* p) { return load_as<Loaded>(p); }
+  static Floats dot(Floats acc, const Loaded& w, const Lhs& a) {
+    return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a.pair)), w);
+  }
+#else
+  // A bfloat16 is the upper half of a float: one shift, one mask, and the sum is exact in float32.
+  struct Lhs {
+    float even, odd;
+  };
+  struct Loaded {
+    Floats even, odd;
+  };
+  static Lhs lhs(const float* x) { return {x[0], x[1]}; }
+  static Loaded load(const Stored* p) {
+    Bits pairs = load_as<Bits>(p);
+    return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
+  }
+  static Floats dot(Floats acc, const Loaded& w, const Lhs& a) { return (acc + w.even * a.even) + w.odd * a.odd; }
+#endif
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// The one micro-kernel: rows of activations against groups of 16 outputs.
+//
+//     out[r][g] += sum over steps of  w[g][step] . a[r][step]        out: (rows, out_stride), 16 floats a group
+//
+// Matrix products, q.k and p.v are all this. A tile of R rows and G groups keeps its sums in registers: with AVX-512's
+// 32 registers 12 x 2 or 6 x 4 of them, with AVX2's 16 half registers 6 x 1 or 3 x 2.
+
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;
+constexpr int groups_for(int rows) { return rows <= 6 ? 4 : 2; }
+#else
+constexpr int kMaxRows = 6;
+constexpr int groups_for(int rows) { return rows <= 1 ? 4 : rows <= 3 ? 2 : 1; }
+#endif
+constexpr long kPrefetch = 3072;  // bytes ahead; hides DRAM when few rows leave the arithmetic waiting for weights
+
+template <class T, int R, int G>
+void dot_tile(const typename T::Lhs* a, long a_stride, const typename T::Stored* const* w, long w_step, long steps,
+              float* out, long out_stride) {
+  Floats acc[R][G];
+  for (int r = 0; r < R; ++r)
+    for (int g = 0; g < G; ++g) acc[r][g] = load(out + r * out_stride + g * kLanes);
+  for (long step = 0; step < steps; ++step) {
+    typename T::Loaded loaded[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      const typename T::Stored* p = w[g] + step * w_step;
+      if (R <= 6) __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetch);
+      loaded[g] = T::load(p);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const typename T::Lhs lhs = a[r * a_stride + step];
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) acc[r][g] = T::dot(acc[r][g], loaded[g], lhs);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int g = 0; g < G; ++g) store(out + r * out_stride + g * kLanes, acc[r][g]);
+}
+
+// Any number of groups, up to kMaxRows rows.
+template <class T, int R = kMaxRows>
+void dot_rows(int rows, int groups, const typename T::Lhs* a, long a_stride, const typename T::Stored* const* w,
+              long w_step, long steps, float* out, long out_stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return dot_rows<T, R - 1>(rows, groups, a, a_stride, w, w_step, steps, out, out_stride);
+  }
+  constexpr int G = groups_for(R);
+  int g = 0;
+  for (; g + G <= groups; g += G) dot_tile<T, R, G>(a, a_stride, w + g, w_step, steps, out + g * kLanes, out_stride);
+  for (; g < groups; ++g) dot_tile<T, R, 1>(a, a_stride, w + g, w_step, steps, out + g * kLanes, out_stride);
+}
+
+}  // namespace miniserve
