@@ -41,11 +41,6 @@ class ForwardBatch:
     kept: Tensor | None = None  # (T',) int64: the rows that go on behind the cut
     behind_cut: ForwardBatch | None = None  # the batch that they form
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.token_ids.shape[0]
-
     def cut(self, *tensors: Tensor) -> tuple[ForwardBatch, list[Tensor]]:
         """Leave all rows behind that nobody needs any more: the smaller batch, and the tensors' (T, ...) rows of it."""
         if self.kept is None or self.behind_cut is None:

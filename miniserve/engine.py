@@ -28,17 +28,18 @@ from tqdm import tqdm
 from miniserve import batch as batches
 from miniserve import sampling
 from miniserve.answer import Answer, OnOutput, Sample
+from miniserve.checks import shorten
 from miniserve.config import EngineConfig
-from miniserve.errors import ConfigError, EngineError, QueueFull, RequestError
+from miniserve.errors import EngineError, QueueFull, RequestError
 from miniserve.intake import Intake, Prompt, one_each, prompt_list
 from miniserve.kvcache.block_manager import BlockManager
 from miniserve.kvcache.layout import KVLayout
 from miniserve.kvcache.pool import KVPool
-from miniserve.machine import free_memory, pick_device, pick_dtype
+from miniserve.machine import pick_device, pick_dtype, pool_pages
 from miniserve.models import load_config, load_model
 from miniserve.ops import load_ops
-from miniserve.report import draw_report, kv_report
-from miniserve.request import Request, RequestOutput, SamplingParams, shorten
+from miniserve.report import kv_report, log_kv_report
+from miniserve.request import Request, RequestOutput, SamplingParams
 from miniserve.scheduler.scheduler import ScheduledRequest, Scheduler
 from miniserve.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ class Engine:
             max_model_len=self.max_model_len,
             block_size_multiple=self.ops.block_size_multiple,
         )
-        num_pages = self._num_pages()
+        num_pages = pool_pages(config, self.layout, self.max_model_len, self.device)
         self.model = load_model(
             folder,
             self.model_config,
@@ -91,7 +92,7 @@ class Engine:
         fits = self.layout.max_request_tokens(num_pages)
         # The last token sampled is never read, so it needs no slot.
         self.max_total_tokens = self.max_model_len if fits is None else min(self.max_model_len, fits + 1)
-        self.tokenizer = _load_tokenizer(folder, config.tokenizer)
+        self.tokenizer = Tokenizer.of_model(folder, config.tokenizer)
         self.intake = Intake(
             tokenizer=self.tokenizer,
             vocab_size=self.model_config.vocab_size,
@@ -109,7 +110,8 @@ class Engine:
         self._stepping = threading.Lock()  # held by the thread that steps; the next two are its own
         self._sample_of: dict[int, tuple[Answer, Sample]] = {}  # by request key
         self._changed: dict[int, Answer] = {}  # answers to hand out, by the key of their first request
-        self._log_start()
+        log.info("%s on %s, %s", self.dtype, self.device, type(self.ops).__name__)
+        log_kv_report(self.kv_report(), self.max_total_tokens)
 
     # ---------------------------------------------------------------- whole answers
 
@@ -240,10 +242,6 @@ class Engine:
     def kv_report(self) -> dict[str, Any]:
         """What the sharing map buys in this engine: see `report.kv_report`."""
         return kv_report(self.layout, self.kv_pool.num_pages, self.max_model_len)
-
-    def token_text(self, token_id: int) -> str:
-        """One token as text; `token_id:N` without a tokenizer."""
-        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     def stats(self) -> dict[str, int]:
         """Counts of the moment: requests running and waiting, KV blocks used and in all, preemptions so far."""
@@ -399,42 +397,7 @@ class Engine:
         for answer in aborts:
             self._end(answer, "abort")
 
-    # ---------------------------------------------------------------- start
-
-    def _num_pages(self) -> int:
-        """N: the pages of the budget given, or of what `max_num_seqs` full-length requests can use at most."""
-        budget = self.config.kv_cache_bytes
-        if budget is None:
-            full_request = self.layout.blocks_for(self.max_model_len, self.config.max_num_batched_tokens)
-            affordable = self.layout.num_pages(free_memory(self.device) // 4)
-            return max(1, min(self.config.max_num_seqs * full_request, affordable))
-        num_pages = self.layout.num_pages(budget)
-        if num_pages < len(self.layout.classes):
-            raise ConfigError(
-                f"kv_cache_memory={budget} bytes hold {num_pages} blocks of {self.layout.page_bytes} bytes; "
-                f"this model needs at least {len(self.layout.classes)}, one per retention class"
-            )
-        return num_pages
-
-    def _log_start(self) -> None:
-        config, kind = self.config, type(self.ops).__name__
-        log.info("%s: %s, %s on %s, %s", config.model, self.model_config.model_type, self.dtype, self.device, kind)
-        log.info("KV cache\n%s", draw_report(self.kv_report()))
-        if self.max_total_tokens < self.max_model_len:
-            log.warning(
-                "the KV pool holds %d tokens of one request, less than max_model_len=%d; longer ones end early "
-                "with finish_reason 'length'. Raise kv_cache_memory to change that",
-                self.max_total_tokens - 1,
-                self.max_model_len,
-            )
-
 
 def _raise_error(answer: Answer) -> None:
     if answer.error is not None:
         raise EngineError(f"the step that ran this request failed: {answer.error!r}") from answer.error
-
-
-def _load_tokenizer(folder: Path, other: str | None) -> Tokenizer | None:
-    if other is not None:
-        return Tokenizer(Path(other))
-    return Tokenizer(folder) if Tokenizer.exists(folder) else None

@@ -14,8 +14,9 @@ from random import Random
 from typing import Any
 
 from miniserve.answer import Answer, OnOutput, Sample
+from miniserve.checks import check_token_id, shorten
 from miniserve.errors import RequestError
-from miniserve.request import Request, SamplingParams, shorten, token_id
+from miniserve.request import Request, SamplingParams
 from miniserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -118,7 +119,7 @@ class Intake:
         if not ids:
             raise RequestError("prompt: the text gives no tokens; give at least one", "prompt")
         for token in ids:
-            token_id("prompt", token, self.vocab_size)
+            check_token_id("prompt", token, self.vocab_size)
         self._check_fits(ids)
         return text, ids
 

@@ -1,4 +1,4 @@
-"""What this machine offers: device, the dtype to compute in, free memory."""
+"""What this machine offers: device, the dtype to compute in, memory for the KV pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from miniserve.config import EngineConfig
 from miniserve.errors import ConfigError
+from miniserve.kvcache.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,7 +42,27 @@ def pick_dtype(asked: str, stored: Any, device: torch.device, *, widens_bfloat16
     return torch.bfloat16 if widens_bfloat16 or _cpu_has_bfloat16() else torch.float32
 
 
-def free_memory(device: torch.device) -> int:
+def pool_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, device: torch.device) -> int:
+    """N: the pages of the budget given, or of what `max_num_seqs` full-length requests can use at most.
+
+    Raises:
+        ConfigError: the budget does not hold a page for each retention class.
+    """
+    budget = config.kv_cache_bytes
+    if budget is None:
+        full_request = layout.blocks_for(max_model_len, config.max_num_batched_tokens)
+        affordable = layout.num_pages(_free_memory(device) // 4)
+        return max(len(layout.classes), min(config.max_num_seqs * full_request, affordable))
+    num_pages = layout.num_pages(budget)
+    if num_pages < len(layout.classes):
+        raise ConfigError(
+            f"kv_cache_memory={budget} bytes hold {num_pages} blocks of {layout.page_bytes} bytes; "
+            f"this model needs at least {len(layout.classes)}, one per retention class"
+        )
+    return num_pages
+
+
+def _free_memory(device: torch.device) -> int:
     """Bytes that could be allocated now, within the container's limit if there is one."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

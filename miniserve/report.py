@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from miniserve.kvcache.layout import KVLayout
 from miniserve.kvcache.sharing import KVSharing
+
+log = logging.getLogger(__name__)
 
 
 def kv_report(layout: KVLayout, num_pages: int, max_model_len: int) -> dict[str, Any]:
@@ -61,6 +64,18 @@ def draw_report(report: Mapping[str, Any], drawing: str | None = None) -> str:
         f"{report['max_model_len']:,} tokens",
     ]
     return "\n".join(lines)
+
+
+def log_kv_report(report: Mapping[str, Any], max_total_tokens: int) -> None:
+    """The report in the log, once at start, and a warning if the pool cannot hold a request of full length."""
+    log.info("KV cache\n%s", draw_report(report))
+    if max_total_tokens < report["max_model_len"]:
+        log.warning(
+            "the KV pool holds %d tokens of one request, less than max_model_len=%d; longer ones end early with "
+            "finish_reason 'length'. Raise kv_cache_memory to change that",
+            max_total_tokens - 1,
+            report["max_model_len"],
+        )
 
 
 def draw_groups(sharing: KVSharing) -> str:

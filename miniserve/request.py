@@ -6,11 +6,10 @@ sequence under way: `n` samples are `n` requests), `RequestOutput` (what the cal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from miniserve.checks import check_encodable, check_flag, check_number, check_token_id, check_whole
 from miniserve.errors import RequestError
 
 MAX_N = 128
@@ -84,18 +83,18 @@ class SamplingParams:
         Raises:
             RequestError: names the field, its value and what is allowed.
         """
-        _whole("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _whole("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
-        _flag("ignore_eos", self.ignore_eos)
-        _whole("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        check_whole("n", self.n, 1, MAX_N)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_whole("top_k", self.top_k, -1, 2**31 - 1)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        check_whole("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_whole("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
+        check_whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is greater than max_tokens={self.max_tokens}; lower it", "min_tokens"
@@ -104,13 +103,13 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             lowest = -1 if max_logprobs == -1 else 0
-            _whole(name, value, lowest, limit, optional=True, remedy="raise the engine's max_logprobs to get more")
+            check_whole(name, value, lowest, limit, optional=True, remedy="raise the engine's max_logprobs to get more")
         self._validate_stops(vocab_size)
         self._validate_bias(vocab_size)
         if self.cache_salt is not None:
             if not isinstance(self.cache_salt, str) or not 0 < len(self.cache_salt) <= MAX_SALT_CHARS:
                 raise RequestError(f"cache_salt must be text of 1 to {MAX_SALT_CHARS} characters", "cache_salt")
-            _encodable("cache_salt", self.cache_salt)
+            check_encodable("cache_salt", self.cache_salt)
 
     def _validate_stops(self, vocab_size: int) -> None:
         if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
@@ -120,12 +119,12 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 raise RequestError(f"stop: each must be a string of 1 to {MAX_STOP_CHARS} characters", "stop")
-            _encodable("stop", text)
+            check_encodable("stop", text)
         if self.stop_token_ids is not None:
             if not isinstance(self.stop_token_ids, (list, tuple)) or len(self.stop_token_ids) > vocab_size:
                 raise RequestError("stop_token_ids must be a list of token ids", "stop_token_ids")
             for token in self.stop_token_ids:
-                token_id("stop_token_ids", token, vocab_size)
+                check_token_id("stop_token_ids", token, vocab_size)
 
     def _validate_bias(self, vocab_size: int) -> None:
         if self.logit_bias is None:
@@ -133,53 +132,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > vocab_size:
             raise RequestError("logit_bias must map token ids to numbers", "logit_bias")
         for token, bias in self.logit_bias.items():
-            token_id("logit_bias", token, vocab_size)
-            _number("logit_bias", bias, -100.0, 100.0)
-
-
-def token_id(param: str, value: Any, vocab_size: int) -> None:
-    """Refuse anything that is no token id of the model.
-
-    Raises:
-        RequestError: not a whole number (True, 1.0 and "1" are none), or outside the embedding table.
-    """
-    if type(value) is not int or not 0 <= value < vocab_size:
-        raise RequestError(f"{param}: {shorten(value)} is not a token id; they go from 0 to {vocab_size - 1}", param)
-
-
-def shorten(value: Any) -> str:
-    """A value as it may stand in a message: never longer than 40 characters."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**39:
-        return "a number of more than 39 digits"  # printing it may itself be refused
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _whole(name: str, value: Any, low: int, high: int, *, optional: bool = False, remedy: str = "") -> None:
-    if value is None and optional:
-        return
-    if type(value) is not int or not low <= value <= high:
-        hint = f"; {remedy}" if remedy else ""
-        raise RequestError(f"{name} must be a whole number from {low} to {high}, not {shorten(value)}{hint}", name)
-
-
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = type(value) in (int, float) and (isinstance(value, int) or math.isfinite(value)) and low <= value <= high
-    if not good or (open_low and value == low):
-        bound = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name} must be a number {bound}, not {shorten(value)}", name)
-
-
-def _flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise RequestError(f"{name} must be true or false, not {shorten(value)}", name)
-
-
-def _encodable(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{name} holds a lone surrogate, which is no text in UTF-8", name) from None
+            check_token_id("logit_bias", token, vocab_size)
+            check_number("logit_bias", bias, -100.0, 100.0)
 
 
 @dataclass(eq=False)

@@ -12,9 +12,11 @@ import asyncio
 import json
 import logging
 import signal
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from math import ceil, inf
 from typing import Any, TypeVar
 
 import uvicorn
@@ -37,11 +39,13 @@ MAX_BODY_BYTES = 32 * 2**20
 PING_SECONDS = 15
 SEND_TIMEOUT_SECONDS = 30
 """A client that does not read for so long is given up and its request aborted."""
+LAST_WORDS_SECONDS = 2
+"""Time to tell clients that the engine was stopped, when a server shuts down."""
 
 T = TypeVar("T")
 
 
-def create_app(async_engine: AsyncEngine, model_name: str, *, shutdown_timeout: float = 30.0) -> FastAPI:
+def create_app(async_engine: AsyncEngine, model_name: str) -> FastAPI:
     """The application around an engine: any ASGI server can run it."""
     app = FastAPI(title="miniserve", docs_url=None, redoc_url=None)
     texts = _texts(async_engine.engine)
@@ -72,7 +76,7 @@ def create_app(async_engine: AsyncEngine, model_name: str, *, shutdown_timeout: 
             return Response(status_code=499)
         if body.stream:
             events = _events(streams, body, head, texts)
-            return _EventStream(events, streams, shutdown_timeout)
+            return _EventStream(events, streams)
         answers = await _until_disconnect(request, _last_outputs(streams))
         if answers is None:
             return Response(status_code=499)
@@ -86,17 +90,18 @@ def serve(
     engine: Engine, *, host: str = "127.0.0.1", port: int = 8000, model_name: str, shutdown_timeout: float = 30.0
 ) -> int:
     """Serve until SIGTERM or SIGINT; requests under way get `shutdown_timeout` seconds to end. Returns an exit code."""
-    async_engine = AsyncEngine(engine, on_death=lambda: setattr(server, "should_exit", True))
-    app = create_app(async_engine, model_name, shutdown_timeout=shutdown_timeout)
-    server = uvicorn.Server(
+    async_engine = AsyncEngine(engine, on_death=lambda: server.give_up())
+    server = _Server(
         uvicorn.Config(
-            app,
+            create_app(async_engine, model_name),
             host=host,
             port=port,
             log_level="warning",
-            timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+            timeout_graceful_shutdown=ceil(shutdown_timeout) + LAST_WORDS_SECONDS,
             limit_concurrency=engine.config.max_num_seqs + engine.config.max_waiting + 64,
-        )
+        ),
+        async_engine,
+        shutdown_timeout,
     )
     # uvicorn shuts down in an orderly way and then raises the signal again; that must not end us with an error.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -107,9 +112,28 @@ def serve(
         log.info("interrupted")
     finally:
         signal.signal(signal.SIGTERM, previous)
-        died = not async_engine.alive
         async_engine.close()
-    return 1 if died or not server.started else 0
+    return 0 if server.started and not server.gave_up else 1
+
+
+class _Server(uvicorn.Server):
+    """Stops the engine when the time is up for requests under way, so that each is told and none just cut off."""
+
+    def __init__(self, config: uvicorn.Config, async_engine: AsyncEngine, shutdown_timeout: float) -> None:
+        super().__init__(config)
+        self._async_engine = async_engine
+        self._shutdown_timeout = shutdown_timeout
+        self.gave_up = False
+
+    def give_up(self) -> None:
+        """Shut down because there is no engine any more."""
+        self.gave_up = self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for requests under way, the engine being stopped after `shutdown_timeout` seconds."""
+        stopping = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._async_engine.close)
+        await super().shutdown(sockets)
+        stopping.cancel()
 
 
 # -------------------------------------------------------------------- requests
@@ -171,10 +195,9 @@ async def _events(
 class _EventStream(EventSourceResponse):
     """The response of a stream: pings while nothing comes, and closes the streams however it ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream], shutdown_timeout: float) -> None:
-        super().__init__(
-            events, ping=PING_SECONDS, send_timeout=SEND_TIMEOUT_SECONDS, shutdown_grace_period=shutdown_timeout
-        )
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
+        # Without a grace period streams would be cut off as soon as the server is asked to stop.
+        super().__init__(events, ping=PING_SECONDS, send_timeout=SEND_TIMEOUT_SECONDS, shutdown_grace_period=inf)
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,8 +261,9 @@ async def _read_json(request: Request) -> Any:
 
 def _texts(engine: Engine) -> Texts:
     """The tokenizer's words; without one, prompts read `token_id:3token_id:7`."""
-    of_token, tokenizer = engine.token_text, engine.tokenizer
-    return Texts(of_token, tokenizer.decode if tokenizer else lambda ids: "".join(map(of_token, ids)))
+    if engine.tokenizer is not None:
+        return Texts(engine.tokenizer.token_text, engine.tokenizer.decode)
+    return Texts("token_id:{}".format, lambda ids: "".join(map("token_id:{}".format, ids)))
 
 
 def _head(model_name: str) -> dict[str, Any]:

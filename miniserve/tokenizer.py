@@ -32,10 +32,12 @@ class Tokenizer:
         except Exception as error:  # its parsers raise anything
             raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 
-    @staticmethod
-    def exists(folder: Path) -> bool:
-        """Whether the folder holds any tokenizer."""
-        return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    @classmethod
+    def of_model(cls, folder: Path, other: str | None = None) -> Tokenizer | None:
+        """The tokenizer in a model's folder, or in `other` if given; None if the folder holds no tokenizer files."""
+        if other is not None:
+            return cls(Path(other))
+        return cls(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
     @property
     def eos_token_id(self) -> int | None:

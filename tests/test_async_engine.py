@@ -251,14 +251,14 @@ def test_the_loop_ending_while_a_request_is_handed_in(async_engine, engine, monk
 
 def hold_tokenising(engine, monkeypatch):
     """The next prompt is not taken in before the second event is set; the first tells that it is under way."""
-    tokenising, go_on, encode = threading.Event(), threading.Event(), engine.encode
+    tokenising, go_on, encode = threading.Event(), threading.Event(), engine.intake.encode
 
     def slow(prompt):
         tokenising.set()
         assert go_on.wait(10)
         return encode(prompt)
 
-    monkeypatch.setattr(engine, "encode", slow)
+    monkeypatch.setattr(engine.intake, "encode", slow)
     return tokenising, go_on
 
 

@@ -230,9 +230,10 @@ def test_a_device_that_is_not_there_is_named(folder: Path, device: str) -> None:
 
 def test_memory_that_holds_no_block_is_refused_with_the_numbers(folder: Path) -> None:
     page = 4 * 4 * 2 * 8 * 2 * 4  # slots, groups, K and V, head size, KV heads, bytes
-    assert Engine(folder, block_size=4, kv_cache_memory=page).block_manager.num_pages == 1
+    engine = Engine(folder, block_size=4, kv_cache_memory=page, ops="reference")
+    assert engine.block_manager.num_pages == 1
     with pytest.raises(ConfigError, match=rf"kv_cache_memory.*{page - 1}.* {page} bytes"):
-        Engine(folder, block_size=4, kv_cache_memory=page - 1)
+        Engine(folder, block_size=4, kv_cache_memory=page - 1, ops="reference")
 
 
 def test_memory_that_no_machine_has_is_refused(folder: Path) -> None:
@@ -259,17 +260,20 @@ def test_max_model_len_is_the_models_unless_given(folder: Path) -> None:
     assert Engine(folder, max_model_len="0.05k").max_model_len == 50
 
 
-@pytest.mark.parametrize("stored", ["float32", "float16", "torch.float32"])
-def test_dtype_auto_computes_in_float32_on_a_cpu(tmp_path: Path, stored: str) -> None:
+@pytest.mark.parametrize("stored", ["float32", "torch.float32", "float64"])
+def test_dtype_auto_is_float32_for_wide_checkpoints(tmp_path: Path, stored: str) -> None:
     engine = Engine(write_llama(tmp_path, num_layers=1, torch_dtype=stored), device="cpu", max_model_len=16)
     assert engine.dtype == engine.kv_pool.arena.dtype == torch.float32
 
 
-def test_dtype_auto_takes_bfloat16_only_where_the_cpu_computes_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+@pytest.mark.parametrize("ops", ["reference", "auto"])
+def test_dtype_auto_is_narrow_only_where_the_cpu_is_fast_at_it(tmp_path: Path, stored: str, ops: str) -> None:
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    fast = "avx512_bf16" in flags or "amx_bf16" in flags
-    engine = Engine(write_llama(tmp_path, num_layers=1, dtype="bfloat16"), device="cpu", max_model_len=16)
-    assert engine.dtype == (torch.bfloat16 if fast else torch.float32)
+    folder = write_llama(tmp_path, num_layers=1, dtype=stored)
+    engine = Engine(folder, device="cpu", max_model_len=16, ops=ops)
+    fast = "avx512_bf16" in flags or "amx_bf16" in flags or engine.ops.widens_bfloat16
+    assert engine.dtype == engine.kv_pool.arena.dtype == (torch.bfloat16 if fast else torch.float32)
 
 
 @pytest.mark.parametrize(("name", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -49,12 +50,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(folder: Path, tokenizer: Path) -> Iterator[Make]:
-    """`make(blocks=64, **settings)`: an engine; at the end of the test it must be idle."""
+    """`make(blocks=128, **settings)`: an engine; at the end of the test it must be idle.
+
+    It has the reference kernels, which take any block size.
+    """
     engines: list[Engine] = []
 
     def build(blocks: int = 128, **settings: Any) -> Engine:
         size = settings.get("block_size", BLOCK)
-        defaults = {"block_size": size, "kv_cache_memory": blocks * size * TOKEN_BYTES, "device": "cpu"}
+        defaults = {"block_size": size, "kv_cache_memory": blocks * size * TOKEN_BYTES, "ops": "reference"}
         engines.append(Engine(folder, **{"tokenizer": str(tokenizer)} | defaults | settings))
         return engines[-1]
 
@@ -360,7 +364,7 @@ def test_a_prompt_that_never_fits_is_refused_and_the_others_finish(make: Make, g
 def test_the_tightest_class_decides_what_fits(tmp_path: Path) -> None:
     """T1 with a full and a windowed class: both kinds of blocks are counted and named."""
     folder = write_llama(tmp_path, num_layers=2, windows=(None, 8), vocab=VOCAB, max_position_embeddings=MAX_LEN)
-    engine = Engine(folder, block_size=4, kv_cache_memory=8 * 4 * 128, device="cpu")
+    engine = Engine(folder, block_size=4, kv_cache_memory=8 * 4 * 128, ops="reference")
     assert len(engine.layout.classes) == 2 and engine.block_manager.num_pages == 8
     with pytest.raises(RequestError, match=r"layer groups \[0\].*layer groups \[1\] \(window 8\).* 8;"):
         engine.add_request(None, [7] * 40)
@@ -556,7 +560,7 @@ def test_samples_share_the_prompts_blocks(make: Make, caching: bool) -> None:
     most = 0
     while engine.has_unfinished_requests():
         engine.step()
-        held = [engine.block_manager.num_blocks_held(request) for request in engine.scheduler.running]
+        held = [engine.block_manager.num_pages_held(request) for request in engine.scheduler.running]
         if len(held) == 4:
             most = max(most, engine.block_manager.num_used)
             assert sum(held) - engine.block_manager.num_used >= 3 * 9
@@ -828,6 +832,15 @@ def test_callbacks_get_each_output_or_only_the_last(engine: Engine) -> None:
     assert [len(t) for t in tokens(last)] == [4] and last[0].finished
 
 
+def test_a_callback_that_fails_is_its_callers_affair(engine: Engine, greedy: Callable) -> None:
+    def fail(output: RequestOutput) -> None:
+        raise ZeroDivisionError
+
+    engine.add_request("fails", PROMPTS[0], GREEDY, on_output=fail)
+    engine.add_request("works", PROMPTS[1], GREEDY)
+    assert finish(engine)["works"].outputs[0].token_ids == greedy(PROMPTS[1])
+
+
 def test_a_request_id_is_taken_while_it_lives(engine: Engine, greedy: Callable) -> None:
     """T2, D-4: the second of a name is refused, the first goes on; afterwards the name is free again."""
     engine.add_request("id", PROMPTS[0], GREEDY)
@@ -846,11 +859,10 @@ def test_a_request_id_is_taken_while_it_lives(engine: Engine, greedy: Callable) 
 def test_names_of_the_engines_own_making_never_meet_a_callers(engine: Engine, greedy: Callable) -> None:
     """D-4: whatever a caller names its request, `generate` and `add_request(None)` work beside it."""
     made_up = engine.add_request(None, PROMPTS[0], GREEDY)
-    number = int("".join(c for c in made_up if c.isdigit()) or 0)
-    for i in range(number + 1, number + 12):
-        engine.add_request(made_up.replace(str(number), str(i)), PROMPTS[3], GREEDY)
-    names = {engine.add_request(None, PROMPTS[0], GREEDY) for _ in range(3)}
-    assert len(names) == 3
+    numbered = re.fullmatch(r"(.*?)(\d{1,6})", made_up)
+    for ahead in (4, 7, 10) if numbered else ():
+        engine.add_request(f"{numbered[1]}{int(numbered[2]) + ahead}", PROMPTS[3], GREEDY)
+    assert len({engine.add_request(None, PROMPTS[0], GREEDY) for _ in range(3)}) == 3
     assert tokens(engine.generate(PROMPTS[:2], GREEDY)) == [greedy(p) for p in PROMPTS[:2]]
     assert len(list(engine.stream(PROMPTS[0], GREEDY))) == N
     finish(engine)
@@ -920,7 +932,7 @@ def test_abort_in_every_state_frees_the_blocks_at_once(make: Make, greedy: Calla
     before = len(got)
     engine.abort("gone")
     neighbours = [request for request in engine.scheduler.running if request.prompt_token_ids == PROMPTS[1]]
-    assert engine.block_manager.num_used == sum(map(engine.block_manager.num_blocks_held, neighbours))
+    assert engine.block_manager.num_used == sum(map(engine.block_manager.num_pages_held, neighbours))
     engine.block_manager.check_integrity()
     assert len(got) == before + 1 and got[-1].finished
     assert {sample.finish_reason for sample in got[-1].outputs} <= {"abort", "length"}
@@ -1415,6 +1427,11 @@ def test_stats_and_report(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     engine.step()
     assert engine.stats() == {"running": 1, "waiting": 0, "blocks_used": 3, "blocks_total": 32, "preemptions": 0}
     engine.abort("a")
+
+
+def test_the_kernels_chosen_by_itself_say_the_same(make: Make, greedy: Callable) -> None:
+    engine = make(ops="auto", block_size=16)
+    assert tokens(engine.generate(PROMPTS, GREEDY)) == [greedy(p) for p in PROMPTS]
 
 
 def test_a_pool_smaller_than_the_context_is_said_at_the_start(make: Make, caplog: pytest.LogCaptureFixture) -> None:

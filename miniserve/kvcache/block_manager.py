@@ -106,8 +106,10 @@ class BlockManager:
 
         The caller has asked `num_tokens_that_fit`.
         """
-        for cls, table in zip(self.layout.classes, self._tables[request.key]):
+        tables = list(zip(self.layout.classes, self._tables[request.key]))
+        for cls, table in tables:
             self._give_back(table, cls.first_block_needed(start))
+        for cls, table in tables:  # only now: one class may need the pages that another has just given back
             while len(table.blocks) * cls.block_size < stop:
                 table.blocks.append(self._take_free_page())
 

@@ -186,8 +186,8 @@ def _effective_window(window: int | None, max_model_len: int) -> int | None:
 def _block_sizes(class_bytes: list[int], block_size: int, multiple: int) -> list[int]:
     """Slots per page of each class: little waste in every class, and block boundaries that often coincide.
 
-    A page is `base` slots of the largest class. Among the sizes that leave at most 1/16 of it unused, those with the
-    smallest common multiple are taken, since prefix hits end at one.
+    A page is `base` slots of the class with the largest tokens. Among the sizes that leave at most 1/16 of it unused
+    in the others, those with the smallest common multiple are taken, since prefix hits end at one.
     """
     largest = max(class_bytes)
     start = ceil(block_size / multiple) * multiple
@@ -196,6 +196,8 @@ def _block_sizes(class_bytes: list[int], block_size: int, multiple: int) -> list
         page = base * largest
         choices = [
             [size for size in range(multiple, page // b + 1, multiple) if size * b >= page * (1 - _MAX_WASTE)]
+            if b < largest
+            else [base]
             for b in class_bytes
         ]
         for sizes in product(*choices):

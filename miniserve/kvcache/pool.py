@@ -44,16 +44,12 @@ class KVPool:
         self.num_pages = num_pages
         page_elements = layout.page_bytes // layout.itemsize
         self.arena = torch.zeros(num_pages, page_elements, dtype=dtype, device=device)
-        self._groups = tuple(self._view(g) for g in range(len(layout.groups)))
-        self._by_layer = tuple(self._groups[layout.sharing.group_of(i)] for i in range(layout.sharing.num_layers))
+        self.groups = tuple(self._view(g) for g in range(len(layout.groups)))
+        self._by_layer = tuple(self.groups[layout.sharing.group_of(i)] for i in range(layout.sharing.num_layers))
 
     def of_layer(self, layer: int) -> GroupMemory:
         """The memory that this layer reads (and, if it owns its group, writes)."""
         return self._by_layer[layer]
-
-    def of_group(self, group: int) -> GroupMemory:
-        """The memory of a layer group."""
-        return self._groups[group]
 
     @property
     def num_bytes(self) -> int:

@@ -186,22 +186,6 @@ class KVSharing:
                 windows.append(own_windows[layer] if own_windows is not None else None)
         return cls.from_list(reads, windows)
 
-    @classmethod
-    def lckv(cls, layer_types: str, num_layers: int, window: int | None) -> KVSharing:
-        """A checkpoint's own `layer_types` string (LCKV, 2405.10637; systematic study, 2410.14442).
-
-        There a layer named by anybody owns K/V even if it reads another layer itself, so a chain means
-        something else than in `from_list`: it is refused instead of resolved.
-        """
-        sharing = cls.parse(f"lckv:{layer_types}", num_layers, window=window)
-        for layer, entry in enumerate(layer_types.split("_")):
-            if int(entry.split("s")[0]) != sharing.owners[layer]:
-                raise ConfigError(
-                    f"layer_types: layer {layer} reads layer {entry}, which itself reads another layer; "
-                    "an owner that does not read its own K/V is not supported"
-                )
-        return sharing
-
     # ---------------------------------------------------------------- schemes
 
     @classmethod
@@ -233,6 +217,11 @@ class KVSharing:
     @classmethod
     def nearest_owner(cls, num_layers: int, owners: Sequence[int]) -> KVSharing:
         """Every layer reads the nearest owner at or below it (MLKV, cla-llama, CLA's dense-front and -back)."""
+        strangers = [owner for owner in owners if not 0 <= owner < num_layers]
+        if strangers:
+            raise ConfigError(
+                f"kv_sharing: owner layer {strangers[0]} does not exist in a model of {num_layers} layers"
+            )
         if 0 not in owners:
             raise ConfigError("kv_sharing: layer 0 has no owner at or below it; it must own its K/V")
         return cls.from_list([max(o for o in owners if o <= layer) for layer in range(num_layers)])
@@ -276,13 +265,15 @@ class KVSharing:
     @classmethod
     def from_groups(cls, num_layers: int, groups: Sequence[Sequence[int]]) -> KVSharing:
         """Hymba's `kv_reuse_group` (2411.13676): each list is an owner followed by its readers; others own theirs."""
-        reads = list(range(num_layers))
+        reads: dict[int, int] = {}
         for group in groups:
             for layer in group:
                 if not 0 <= layer < num_layers:
                     raise ConfigError(f"kv_reuse_group: layer {layer} does not exist in a model of {num_layers} layers")
+                if layer in reads:
+                    raise ConfigError(f"kv_reuse_group: layer {layer} is in two groups")
                 reads[layer] = group[0]
-        return cls.from_list(reads)
+        return cls.from_list([reads.get(layer, layer) for layer in range(num_layers)])
 
     @classmethod
     def relative(cls, offsets: Sequence[int | None]) -> KVSharing:

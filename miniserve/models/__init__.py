@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
+from miniserve.checks import shorten
 from miniserve.errors import UnsupportedModel
 from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields, ModelConfig, read_config
 from miniserve.ops import Ops
-from miniserve.request import shorten
 
 _NOT_FAMILIES = {"checkpoint", "config", "layers"}
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miniserve.checks import shorten
 from miniserve.errors import ConfigError, ModelError
 from miniserve.kvcache.layout import KVGeometry
 from miniserve.kvcache.sharing import KVSharing
-from miniserve.request import shorten
 
 MAX_SIZE = 1 << 24
 """No count in a config.json may exceed this."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
+from miniserve.checks import shorten
 from miniserve.errors import ConfigError, UnsupportedModel
 from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields
 from miniserve.ops import Ops, RotaryEmbedding, Rotation
-from miniserve.request import shorten
 
 
 class Layer(Protocol):

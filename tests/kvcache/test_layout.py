@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from miniserve.errors import ConfigError
 from miniserve.kvcache.layout import KVGeometry, KVLayout, RetentionClass
 from miniserve.kvcache.sharing import KVSharing
+from miniserve.report import kv_report
 
 MIB = 2**20
 
@@ -84,8 +85,8 @@ def test_gemma4_e2b_groups_have_two_head_sizes():
     layout = gemma(35, 20, 5, 1, 512)
     assert [group.owner for group in layout.groups] == list(range(15))
     assert [group.owner for group in layout.groups if group.geometry.head_dim == 512] == [4, 9, 14]
-    assert layout.groups[14].readers == (14, 19, 24, 29, 34)
-    assert layout.groups[13].readers == (13, *(layer for layer in range(15, 35) if (layer + 1) % 5))
+    assert layout.groups[14].layers == (14, 19, 24, 29, 34)
+    assert layout.groups[13].layers == (13, *(layer for layer in range(15, 35) if (layer + 1) % 5))
     assert layout.classes[0].groups == (4, 9, 14)
     assert [layout.groups[g].retention_class for g in (3, 4, 5)] == [1, 0, 1]
 
@@ -151,7 +152,7 @@ def test_bytes_classes_and_pages_of_any_model(model, itemsize, block_size, multi
         assert {layout.groups[g].retention_class for g in cls.groups} == {index}
         assert cls.bytes_per_token == sum(layout.groups[g].bytes_per_token for g in cls.groups)
         for g in cls.groups:
-            seen = [windows[layer] for layer in layout.groups[g].readers]
+            seen = [windows[layer] for layer in layout.groups[g].layers]
             assert cls.window == (None if None in seen else max(seen))
 
     assert len({cls.window for cls in layout.classes}) == len(layout.classes)
@@ -182,6 +183,14 @@ def test_block_sizes_are_multiples_of_what_the_kernels_want():
     assert [
         c.block_size for c in layout_of(KVSharing.none(2), KVGeometry(1, 4), block_size=20, multiple=16).classes
     ] == [32]
+
+
+@pytest.mark.timeout(10)
+def test_many_retention_classes_are_no_search_without_end():
+    sharing = KVSharing(tuple(range(10)), (None, None, None, 1, 2, 3, 4, 5, 6, 7))  # one class of 3 groups, 7 of 1
+    layout = layout_of(sharing, KVGeometry(1, 4), block_size=16)
+    assert len(layout.classes) == 8
+    assert all(15 * layout.page_bytes <= 16 * cls.block_size * cls.bytes_per_token for cls in layout.classes)
 
 
 def test_a_window_that_nothing_exceeds_is_no_window():
@@ -304,15 +313,15 @@ def test_cla2_holds_exactly_twice_the_tokens_of_its_unshared_twin(pairs, kv_head
     twin_pages, shared_pages = twin.num_pages(budget), shared.num_pages(budget)
     assert twin.max_request_tokens(twin_pages) == blocks * block_size
     assert shared.max_request_tokens(shared_pages) == 2 * blocks * block_size
-    assert twin.report(twin_pages, 1)["capacity_tokens"] == blocks * block_size
-    assert shared.report(shared_pages, 1)["capacity_tokens"] == 2 * blocks * block_size
+    assert kv_report(twin, twin_pages, 1)["capacity_tokens"] == blocks * block_size
+    assert kv_report(shared, shared_pages, 1)["capacity_tokens"] == 2 * blocks * block_size
 
 
 # -------------------------------------------------------------------- the report
 
 
 def test_report_has_the_promised_fields_and_is_json():
-    report = gemma(35, 20, 5, 1, 512).report(100, 131072)
+    report = kv_report(gemma(35, 20, 5, 1, 512), 100, 131072)
     assert json.loads(json.dumps(report)) == report
     promised = {"bytes_per_token", "capacity_tokens", "max_model_len", "max_full_requests", "reduction", "groups"}
     assert promised <= report.keys()
@@ -321,7 +330,7 @@ def test_report_has_the_promised_fields_and_is_json():
 
 
 def test_report_of_a_plain_model():
-    report = layout_of(KVSharing.cla(4, 2), KVGeometry(3, 64), block_size=16, itemsize=4).report(10, 50)
+    report = kv_report(layout_of(KVSharing.cla(4, 2), KVGeometry(3, 64), block_size=16, itemsize=4), 10, 50)
     assert report["kv_sharing"] == "0_0_2_2"
     assert report["bytes_per_token"] == 2 * 3 * 128 * 4
     assert report["capacity_tokens"] == 10 * 16
@@ -337,7 +346,7 @@ def test_report_of_a_plain_model():
 
 def test_report_counts_windowed_groups_up_to_their_window():
     sharing = KVSharing((0, 1, 1), (None, 8, 8))
-    report = layout_of(sharing, KVGeometry(1, 4), block_size=4, itemsize=1, max_model_len=32).report(40, 32)
+    report = kv_report(layout_of(sharing, KVGeometry(1, 4), block_size=4, itemsize=1, max_model_len=32), 40, 32)
     assert [(group["window"], group["readers"]) for group in report["groups"]] == [(None, []), (8, [2])]
     assert report["bytes_per_token"] == 16
     # A request of 32 tokens keeps 32 + 8 tokens of 8 bytes; 40 blocks are 1280 bytes, so 4 of them, of 32 tokens.
@@ -348,6 +357,6 @@ def test_report_counts_windowed_groups_up_to_their_window():
 
 def test_report_names_no_window_that_nothing_exceeds():
     layout = layout_of(KVSharing((0, 1), (None, 64)), KVGeometry(1, 4), max_model_len=64)
-    report = layout.report(8, 64)
+    report = kv_report(layout, 8, 64)
     assert [group["window"] for group in report["groups"]] == [None, None]
     assert len(report["classes"]) == 1

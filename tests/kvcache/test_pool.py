@@ -47,9 +47,7 @@ def number(pool, pages_of_class):
     """Write a different number into every element of every group's own pages; returns [(view, pages, numbers)]."""
     pool.arena.fill_(EMPTY)
     written, count = [], 0
-    for group, pages in [
-        (g, pages_of_class[g.retention_class]) for g in map(pool.of_group, range(len(pool.layout.groups)))
-    ]:
+    for group, pages in [(g, pages_of_class[g.retention_class]) for g in pool.groups]:
         for view in (group.k, group.v):
             size = (len(pages), *view.shape[1:])
             numbers = torch.arange(count, count + torch.Size(size).numel(), dtype=view.dtype).view(size)
@@ -94,7 +92,7 @@ def test_of_layer_is_the_owners_memory(pool):
     memories = {id(pool.of_layer(layer)) for layer in range(len(owners))}
     assert len(memories) == len(set(owners)) == len(pool.layout.groups)
     for g, group in enumerate(pool.layout.groups):
-        assert pool.of_group(g) is pool.of_layer(group.owner)
+        assert pool.groups[g] is pool.of_layer(group.owner)
 
 
 @POOLS
@@ -123,7 +121,7 @@ def test_allocated_bytes_with_two_head_sizes():
     # A page is 4 full tokens of 64; 5 windowed ones of 48 use 240 of its 256 numbers.
     assert [(c.window, c.block_size) for c in pool.layout.classes] == [(None, 4), (6, 5)]
     assert pool.num_bytes == pool.arena.untyped_storage().nbytes() == 7 * 4 * 64 * 4
-    assert [tuple(pool.of_group(g).k.shape) for g in range(4)] == [
+    assert [tuple(pool.groups[g].k.shape) for g in range(4)] == [
         (7, 5, 1, 8),
         (7, 5, 1, 8),
         (7, 4, 1, 16),
@@ -160,6 +158,6 @@ def test_a_page_is_filled_whole_and_alone():
     pool = two_head_sizes()
     pool.fill(2, 7.0)
     for g in range(len(pool.layout.groups)):
-        for view in (pool.of_group(g).k, pool.of_group(g).v):
+        for view in (pool.groups[g].k, pool.groups[g].v):
             assert [(view[page] == 7).all().item() for page in range(7)] == [page == 2 for page in range(7)]
             assert (view[[0, 1, 3, 4, 5, 6]] == 0).all()

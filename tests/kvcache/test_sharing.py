@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from miniserve.errors import ConfigError
 from miniserve.kvcache import sharing as sharing_module
 from miniserve.kvcache.sharing import SCHEMES, KVSharing
+from miniserve.models.lckv_llama import lckv_map
 
 MIXATTENTION = "0_1s_1s_3s_3s_3s_0_7s_7s_9s_9s_9s_12_13s_13s_15s_15s_15s_12_19s_19s_19s"
 LCKV_W2 = "_".join(["0"] + ["20"] * 20 + ["21"])
@@ -118,7 +119,7 @@ def test_last_of_same_kind_is_not_a_fixed_distance():
 
 
 def test_mixattention_groups_interleave():
-    sharing = KVSharing.lckv(MIXATTENTION, 22, 1024)
+    sharing = lckv_map(MIXATTENTION, 22, 1024)
     assert sharing.group_owners == (0, 1, 3, 7, 9, 12, 13, 15, 19)
     assert [owner for owner in sharing.group_owners if sharing.retention(owner) is None] == [0, 12]
     assert (sharing.owners[6], sharing.owners[18]) == (0, 12)
@@ -224,10 +225,10 @@ def test_drawing_of_a_small_map():
 
 
 def test_drawing_is_the_one_in_the_module_docstring():
-    picture = [line.split() for line in sharing_module.__doc__.splitlines()]
-    drawn = [line.split() for line in KVSharing.parse("0_0_2s_2s", window=128).draw().splitlines()]
+    picture = [line.removeprefix("    ") for line in sharing_module.__doc__.splitlines()]
+    drawn = KVSharing.parse("0_0_2s_2s", window=128).draw().splitlines()
     start = picture.index(drawn[0])
-    assert [cells[: len(row)] for cells, row in zip(picture[start:], drawn)] == drawn
+    assert [line[: len(drawn[0])] for line in picture[start : start + len(drawn)]] == drawn
 
 
 def test_drawing_with_two_digit_layers_keeps_its_columns():
@@ -369,11 +370,11 @@ REFUSED = {
     "mlkv:0": (lambda: KVSharing.parse("mlkv:0", 4), ["num_key_value_layers=0"]),
     "suffix:L": (lambda: KVSharing.parse("suffix:4", 4), ["suffix:4", "0 to 3"]),
     "suffix below 0": (lambda: KVSharing.suffix(4, -1), ["suffix:-1"]),
-    "LCKV w=2": (lambda: KVSharing.lckv(LCKV_W2, 22, None), ["layer 1 reads layer 20", "cyclic"]),
-    "LCKV wrong length": (lambda: KVSharing.lckv("0_0", 3, None), ["2 entries", "3 layers"]),
-    "LCKV without window": (lambda: KVSharing.lckv("0_0s", 2, None), ["layer 1", "sliding_window"]),
-    "LCKV chain": (lambda: KVSharing.lckv("0_0_1_3", 4, None), ["layer_types", "layer 2 reads layer 1"]),
-    "LCKV windowed chain": (lambda: KVSharing.lckv("0_0s_1s_3", 4, 8), ["layer_types", "layer 2 reads layer 1"]),
+    "LCKV w=2": (lambda: lckv_map(LCKV_W2, 22, None), ["layer 1 reads layer 20", "cyclic"]),
+    "LCKV wrong length": (lambda: lckv_map("0_0", 3, None), ["2 entries", "3 layers"]),
+    "LCKV without window": (lambda: lckv_map("0_0s", 2, None), ["layer 1", "sliding_window"]),
+    "LCKV chain": (lambda: lckv_map("0_0_1_3", 4, None), ["layer_types", "layer 2 reads layer 1"]),
+    "LCKV windowed chain": (lambda: lckv_map("0_0s_1s_3", 4, 8), ["layer_types", "layer 2 reads layer 1"]),
     "Gemma: all shared": (
         lambda: KVSharing.last_of_same_kind(["full"] * 3, 3),
         ["num_kv_shared_layers=3", "0 and 2"],

@@ -336,10 +336,11 @@ def test_a_chosen_request_that_is_stopped_in_the_same_step_does_not_run():
     assert step(scheduler) == {young: (8, 9), old: (3, 6)}  # the young one takes a third block
     assert step(scheduler) == {young: (9, 10), old: (6, 8)}
     scheduler.block_manager.published.clear()
-    assert step(scheduler) == {old: (8, 11)}  # the young one was chosen before the old one found no block
+    # The young one was chosen before the old one found no block; its token of the budget goes to the old one.
+    assert step(scheduler) == {old: (8, 12)}
     assert list(scheduler.waiting) == [young]
     assert (young.num_computed_tokens, len(young.output_token_ids)) == (0, 4)
-    assert scheduler.block_manager.published == {old: 11}
+    assert scheduler.block_manager.published == {old: 12}
 
 
 def test_a_step_that_preempts_admits_nobody():
@@ -364,12 +365,12 @@ def test_an_abort_in_any_state_frees_everything(state):
         step(scheduler)
     if state == "preempted":
         scheduler.preempt(request)
-    held = scheduler.block_manager.num_blocks_held(request)
+    held = scheduler.block_manager.num_pages_held(request)
     assert (held > 0) == (state in ("in its prompt", "decoding"))
     assert (request in scheduler.waiting) == (state in ("waiting", "preempted"))
     scheduler.finish(request, "abort")
     assert request.finish_reason == ("length" if state == "finished" else "abort")
-    assert scheduler.block_manager.num_used == scheduler.block_manager.num_blocks_held(other) > 0
+    assert scheduler.block_manager.num_used == scheduler.block_manager.num_pages_held(other) > 0
     for _ in range(3):
         assert list(step(scheduler)) == [other]
     scheduler.finish(other, "abort")
@@ -614,7 +615,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(running) <= self.scheduler.max_num_seqs
         assert len(alive) <= self.scheduler.max_num_seqs + self.scheduler.max_waiting
         for request in self.accepted:
-            assert (self.blocks.num_blocks_held(request) > 0) <= (request in running)
+            assert (self.blocks.num_pages_held(request) > 0) <= (request in running)
         for request in running:
             assert 0 < request.num_computed_tokens < request.num_tokens <= self.limit
         for request in waiting:
