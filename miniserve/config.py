@@ -40,7 +40,7 @@ class EngineConfig:
     max_num_batched_tokens: int = _setting(512, "token budget of a step")
     max_waiting: int = _setting(1024, "requests that may wait; more are refused")
     enable_prefix_caching: bool = _setting(True, "reuse the K/V of prompts that begin alike")
-    ops: str = _setting("auto", "kernel set: reference; auto: the best that runs here")
+    ops: str = _setting("auto", "kernel set: reference, cpu or cuda; auto: the best that runs here")
     seed: int = _setting(0, "seed for requests that bring none")
     max_logprobs: int = _setting(20, "most logprobs per token that a request may ask for; -1: the whole vocabulary")
     hf_overrides: Mapping[str, Any] | None = _setting(None, "fields that replace those of config.json (JSON)")

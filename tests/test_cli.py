@@ -424,18 +424,14 @@ def test_an_interrupt_is_no_traceback(run, folder, monkeypatch):
 
 
 def test_as_a_module():
-    ended = subprocess.run([sys.executable, "-m", "miniserve", "--version"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-m", "miniserve", "--version"], capture_output=True, text=True, timeout=120
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{miniserve.__version__}\n", "")
 
 
 def test_as_a_program(folder):
-    program = Path(sys.executable).with_name("miniserve")
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        ended = subprocess.run([program, *arguments], capture_output=True, timeout=60, encoding="utf-8")
-        return ended.returncode, ended.stdout, ended.stderr
-
-    code, out, err = run("plan", folder, "--memory", "1MiB")
-    assert (code, err) == (0, "") and out.startswith("layer ") and "1,024 tokens or 4 requests of 256 tokens" in out
-    code, out, err = run("plan", "/no/such/folder")
-    assert (code, out) == (1, "") and err.startswith("miniserve: ") and err.count("\n") == 1
+    program = [Path(sys.executable).with_name("miniserve"), "plan", folder, "--memory", "1MiB"]
+    ended = subprocess.run(program, capture_output=True, timeout=120, encoding="utf-8")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("layer ") and "1,024 tokens or 4 requests of 256 tokens" in ended.stdout

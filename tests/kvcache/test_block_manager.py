@@ -399,6 +399,23 @@ def test_whether_all_of_a_windowed_request_fits_depends_on_the_chunk():
     assert not blocks.can_hold_all(request, 7)
 
 
+def test_what_a_windowed_hit_does_not_hold_is_still_missing():
+    blocks = manager(4, num_pages=4)
+    request = ask(range(13))
+    blocks.take_prefix(request)
+    for num_tokens in (4, 4, 4, 1):
+        compute(blocks, request, num_tokens)
+    blocks.free(request)
+    for token in (60, 61):
+        run(blocks, [token])
+    longer = ask(range(100))
+    assert blocks.take_prefix(longer) == 12
+    assert tables(blocks, longer)[0][:2] == [None, None]
+    assert blocks.num_free == 1
+    assert blocks.can_hold_all(longer, 1)  # two blocks at most, and it holds one
+    assert not blocks.can_hold_all(longer, 6)  # three
+
+
 def test_a_wrong_table_is_noticed():
     blocks = manager(None)
     request, _ = run(blocks, range(9))
