@@ -14,7 +14,7 @@ __all__ = ["Activation", "Ops", "RotaryEmbedding", "Rotation", "load_ops"]
 
 log = logging.getLogger(__name__)
 
-KERNEL_SETS = ("reference", "cpu")
+KERNEL_SETS = ("reference", "cpu", "cuda")
 
 
 def load_ops(name: str, device: torch.device, dtype: str = "auto") -> Ops:
@@ -25,18 +25,41 @@ def load_ops(name: str, device: torch.device, dtype: str = "auto") -> Ops:
     """
     if name not in ("auto", *KERNEL_SETS):
         raise ConfigError(f"ops={name!r}: there is no such kernel set; use 'auto' or one of {', '.join(KERNEL_SETS)}")
-    obstacle = None if name == "reference" else _cpu_obstacle(device, dtype)
-    if name == "reference" or (name == "auto" and obstacle):
-        if obstacle and device.type == "cpu":
-            log.warning("the slower reference kernels are used, not the cpu set: %s", obstacle)
-        from miniserve.ops.reference import ReferenceOps
+    best = device.type if device.type in KERNEL_SETS else "reference"
+    chosen = best if name == "auto" else name
+    obstacle = _obstacle(chosen, device, dtype)
+    if obstacle is None:
+        return _load(chosen)
+    if name != "auto":
+        raise ConfigError(f"ops={name!r}: {obstacle}")
+    log.warning("the slower reference kernels are used, not the %s set: %s", chosen, obstacle)
+    return _load("reference")
 
-        return ReferenceOps()
-    if obstacle:
-        raise ConfigError(f"ops='cpu': {obstacle}")
-    from miniserve.ops.cpu import CpuOps
 
-    return CpuOps()
+def _obstacle(name: str, device: torch.device, dtype: str) -> str | None:
+    """Why a set cannot be used, or None."""
+    if name == "cpu":
+        return _cpu_obstacle(device, dtype)
+    if name == "cuda":
+        from miniserve.ops import cuda
+
+        return cuda.obstacle(device)
+    return None
+
+
+def _load(name: str) -> Ops:
+    """Only the set that is used is imported."""
+    if name == "cpu":
+        from miniserve.ops.cpu import CpuOps
+
+        return CpuOps()
+    if name == "cuda":
+        from miniserve.ops.cuda import CudaOps
+
+        return CudaOps()
+    from miniserve.ops.reference import ReferenceOps
+
+    return ReferenceOps()
 
 
 def _cpu_obstacle(device: torch.device, dtype: str) -> str | None:

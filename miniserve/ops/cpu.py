@@ -19,7 +19,7 @@ from torch import Tensor
 from miniserve.batch import ForwardBatch
 from miniserve.kvcache.pool import GroupMemory
 from miniserve.ops.interface import Activation, Ops, RotaryEmbedding, Rotation
-from miniserve.ops.native import load_library
+from miniserve.ops.native import FLAGS, load_library
 
 PANEL = 32  # outputs of a weight panel, as in csrc/matmul.h
 _LANES = 16
@@ -34,10 +34,10 @@ _SIGNATURES = {
     "pack": ([_P, _I, _P, _I, _N, _N, _I, _P], None),
     "linear": ([_P, _I, _P, _N, _N, _N, _P, _N, _P, _P, _N, _I, _I, _P, _N, _N], None),
     "rms_norm": ([_P, _P, _N, _N, _N, _N, _P, _F, _P], None),
-    "layer_norm": ([_P, _P, _N, _N, _N, _P, _P, _F, _P], None),
+    "layer_norm": ([_P, _P, _N, _N, _N, _N, _P, _P, _F, _P], None),
     "rotate": ([_P, _P, _N, _N, _N, _N, _P, _P, _N, _P], None),
     "write_kv": ([_P, _I, _P, _N, _P, _N, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N], None),
-    "attend": ([_P, _I, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P, _P, _N, _P, _N, _F, _N, _F, _P, _P, _N, _P], None),
+    "attend": ([_P, _I, _P, _N, _N, _P, _P, _N, _N, _N, _N, _N, _P, _P, _N, _P, _N, _F, _N, _F, _P, _P, _N, _P], None),
     "argmax": ([_P, _P, _N, _N, _N, _P], None),
 }
 
@@ -55,7 +55,9 @@ class Packed:
 
 
 class CpuOps(Ops):
-    """Own kernels for float32 and bfloat16.
+    """Own kernels for float32 and bfloat16. Inputs may be views: rows any distance apart, each row dense.
+
+    `flags` are the compiler's; other than the default ones are for tests.
 
     Raises:
         BuildError: they cannot be built here.
@@ -64,13 +66,14 @@ class CpuOps(Ops):
     block_size_multiple = _LANES
     widens_bfloat16 = True
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        library = load_library()
+    def __init__(self, num_threads: int | None = None, flags: tuple[str, ...] = FLAGS) -> None:
+        library = load_library(flags)
         for name, (argument_types, result_type) in _SIGNATURES.items():
             function = getattr(library, f"miniserve_{name}")
             function.argtypes, function.restype = argument_types, result_type
         pool = ctypes.c_void_p(library.miniserve_pool_new(num_threads or torch.get_num_threads()))
-        weakref.finalize(self, library.miniserve_pool_delete, pool)
+        # Not at exit too: a daemon thread may be in a kernel then, and sleeping helpers end with the process.
+        weakref.finalize(self, library.miniserve_pool_delete, pool).atexit = False
         self._pack = partial(library.miniserve_pack, pool)
         self._linear = partial(library.miniserve_linear, pool)
         self._rms_norm = partial(library.miniserve_rms_norm, pool)
@@ -107,26 +110,19 @@ class CpuOps(Ops):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
         y = torch.empty(x.shape)
-        dim = x.shape[-1]
-        heads = 1 if x.dim() == 2 else x.shape[1]
-        self._rms_norm(x.data_ptr(), x.stride(0), x.shape[0], heads, dim, weight.data_ptr(), eps, y.data_ptr())
+        self._rms_norm(*_rows(x), weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """See `Ops.layer_norm`."""
         y = torch.empty(x.shape)
-        rows, dim = x.shape
-        self._layer_norm(x.data_ptr(), x.stride(0), rows, dim, weight.data_ptr(), bias.data_ptr(), eps, y.data_ptr())
+        self._layer_norm(*_rows(x), weight.data_ptr(), bias.data_ptr(), eps, y.data_ptr())
         return y
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """See `Ops.rotate`."""
         y = torch.empty(x.shape)
-        rows, heads, dim = x.shape
-        cos, sin = rotation.cos, rotation.sin
-        self._rotate(
-            x.data_ptr(), x.stride(0), rows, heads, dim, cos.data_ptr(), sin.data_ptr(), cos.shape[1], y.data_ptr()
-        )
+        self._rotate(*_rows(x), *_angles(rotation), y.data_ptr())
         return y
 
     def write_kv(
@@ -162,7 +158,7 @@ class CpuOps(Ops):
             cos, sin, half = _angles(angles)
         self._attend(
             _DTYPES[memory.k.dtype],
-            *(q.data_ptr(), q.shape[1]),
+            *(q.data_ptr(), q.stride(0), q.shape[1]),
             *_memory_arguments(memory),
             *(batch.cu_seqlens_q.data_ptr(), batch.seqused_k.data_ptr(), table.shape[0]),
             *(table.data_ptr(), table.shape[1]),
@@ -221,6 +217,12 @@ def _panel_order(bias: Tensor | None, num_panels: int, gated: bool) -> Tensor | 
         return F.pad(bias.float(), (0, num_panels * PANEL - bias.shape[0]))
     halves = F.pad(bias.float().view(2, -1), (0, num_panels * _LANES - bias.shape[0] // 2))
     return halves.view(2, num_panels, _LANES).transpose(0, 1).flatten()
+
+
+def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
+    """Address, row stride, rows, heads and head size of x (T, H) or (T, heads, D)."""
+    heads = 1 if x.dim() == 2 else x.shape[1]
+    return x.data_ptr(), x.stride(0), x.shape[0], heads, x.shape[-1]
 
 
 def _angles(rotation: Rotation) -> tuple[int, int, int]:

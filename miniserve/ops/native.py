@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -48,31 +49,32 @@ def load_library(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
 
 def _build(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     """Compile beside the final place and rename: two processes that build at once do not disturb each other."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        output = Path(scratch) / library.name
-        command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", str(output)]
-        try:
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            output = Path(scratch) / library.name
+            command = [*shlex.split(compiler), *flags, str(SOURCES / "kernels.cpp"), "-o", str(output)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler} failed: {error}") from None
-        if done.returncode != 0:
-            raise BuildError(f"{compiler} failed:\n{done.stderr[-2000:]}")
-        output.replace(library)
+            if done.returncode != 0:
+                raise BuildError(f"{compiler} failed:\n{done.stderr[-2000:]}")
+            output.replace(library)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} failed in {library.parent}: {error}; see CXX and MINISERVE_CACHE") from None
 
 
 def _cache() -> Path:
     chosen = os.environ.get("MINISERVE_CACHE")
-    folder = Path(chosen) if chosen else Path.home() / ".cache" / "miniserve"
     try:
+        folder = Path(chosen) if chosen else Path.home() / ".cache" / "miniserve"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be made: {error}; set MINISERVE_CACHE to a folder") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        raise BuildError(f"there is no cache folder: {error}; set MINISERVE_CACHE to one") from None
     return folder
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     parts = [compiler, *flags, platform.machine(), _cpu_features()]
-    parts += [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
+    sources = sorted(path for path in SOURCES.glob("*") if path.suffix in (".h", ".cpp"))
+    parts += [path.read_text(encoding="utf-8") for path in sources]
     return sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

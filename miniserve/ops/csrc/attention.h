@@ -25,7 +25,7 @@
 namespace miniserve {
 
 constexpr int kChunk = 64;
-constexpr int kMaxGroups = 512 / kLanes;  // head sizes up to 512
+constexpr int kGroupsAtOnce = 32;  // groups of 16 value dims: a head of 512 at once
 
 // RoPE on one head: the first 2 * half dims are rotated in halves (RoFormer, 2104.09864), the rest copied.
 inline void rotate_head(const float* x, long dim, const float* cos, const float* sin, long half, float* y) {
@@ -36,6 +36,7 @@ inline void rotate_head(const float* x, long dim, const float* cos, const float*
   }
   for (long d = 2 * half; d < dim; ++d) y[d] = x[d];
 }
+
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // One layer group's K and V in the arena.
@@ -76,10 +77,10 @@ class Attention {
   typedef typename T::Stored Stored;
 
  public:
-  Attention(const float* q, long q_heads, const Memory<T>& memory, const Requests& requests,
+  Attention(const float* q, long q_stride, long q_heads, const Memory<T>& memory, const Requests& requests,
             const AttentionOptions& options, float* out)
-      : q_(q), q_heads_(q_heads), memory_(memory), requests_(requests), options_(options), out_(out),
-        sharing_(q_heads / memory.kv_heads), heads_per_tile_(std::min<long>(sharing_, kMaxRows)),
+      : q_(q), q_stride_(q_stride), q_heads_(q_heads), memory_(memory), requests_(requests), options_(options),
+        out_(out), sharing_(q_heads / memory.kv_heads), heads_per_tile_(std::min<long>(sharing_, kMaxRows)),
         rows_per_tile_(kMaxRows / heads_per_tile_) {}
 
   void run(ThreadPool& pool) {
@@ -123,7 +124,7 @@ class Attention {
     for (int i = 0; i < R; ++i) {
       const long row = first_row + i / tile.heads;
       const long head = tile.kv_head * sharing_ + tile.first_head + i % tile.heads;
-      const float* q = q_ + (row * q_heads_ + head) * key_dim;
+      const float* q = q_ + row * q_stride_ + head * key_dim;
       for (long step = 0; step < key_steps; ++step) queries[i * key_steps + step] = scaled(q, step);
       last[i] = first_position + i / tile.heads;
       first[i] = options_.window ? std::max<long>(0, last[i] - options_.window + 1) : 0;
@@ -187,15 +188,16 @@ class Attention {
 
   // Mask, then one step of the online softmax: scores become weights; returns what earlier sums must be multiplied by.
   float softmax_step(float* scores, int begin, int end, long first, long last, float& best, Floats& total) const {
-    Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int from = static_cast<int>(std::max<long>(first, 0)), to = static_cast<int>(std::min<long>(last, kChunk));
     Floats peak = splat(kMinusInfinity);
     for (int b = begin; b < end; ++b) {
       Floats s = load(scores + b * kLanes);
       if (options_.softcap > 0) s = options_.softcap * tanh(s / options_.softcap);
       const Ints key = lane + b * kLanes;
       // Slots behind the last key may hold anything, NaN too: they are replaced, not added to.
-      s = (key >= static_cast<int32_t>(std::max<long>(first, 0))) & (key <= static_cast<int32_t>(std::min<long>(last, kChunk)))
-              ? s : splat(kMinusInfinity);
+      const Ints visible = (key >= from) & (key <= to);
+      s = visible ? s : splat(kMinusInfinity);
       store(scores + b * kLanes, s);
       peak = max(peak, s);
     }
@@ -219,15 +221,19 @@ class Attention {
   void add_values(int rows, const Tile& tile, const int32_t* pages, const Lhs* weights, long chunk, int begin, int end,
                   long stop_key, float* sums, long groups) const {
     const int whole = static_cast<int>(memory_.value_dim / kLanes);
-    const Stored* w[kMaxGroups];
+    const Stored* w[kGroupsAtOnce];
     for (int b = begin; b < end; ++b) {
       const long position = chunk + b * kLanes;
       const Stored* values = memory_.values(page_of(pages, position), tile.kv_head, position % memory_.block_size);
       // Values behind the last key may be NaN, and 0 * NaN is NaN: stop there (`write_kv` clears a pair's other half).
       const long steps = (std::min<long>(kLanes, stop_key - position) + T::kPack - 1) / T::kPack;
       const Lhs* p = weights + b * kLanes / T::kPack;
-      for (int g = 0; g < whole; ++g) w[g] = values + g * kLanes * T::kPack;
-      dot_rows<T>(rows, whole, p, kChunk / T::kPack, w, memory_.value_dim * T::kPack, steps, sums, groups * kLanes);
+      for (int first = 0; first < whole; first += kGroupsAtOnce) {
+        const int count = std::min(kGroupsAtOnce, whole - first);
+        for (int g = 0; g < count; ++g) w[g] = values + (first + g) * kLanes * T::kPack;
+        dot_rows<T>(rows, count, p, kChunk / T::kPack, w, memory_.value_dim * T::kPack, steps, sums + first * kLanes,
+                    groups * kLanes);
+      }
       if (whole < groups) {  // the last dims of a head size that is no multiple of 16
         Stored padded[kLanes / T::kPack][kLanes * T::kPack];
         w[0] = pad_values(values, whole, steps, padded);
@@ -238,10 +244,10 @@ class Attention {
 
   const Stored* pad_values(const Stored* values, long group, long steps,
                            Stored (*padded)[kLanes * T::kPack]) const {
-    const long count = (memory_.value_dim - group * kLanes) * T::kPack;
+    const size_t bytes = (memory_.value_dim - group * kLanes) * T::kPack * sizeof(Stored);
     std::memset(padded, 0, kLanes / T::kPack * sizeof padded[0]);
     for (long step = 0; step < steps; ++step)
-      std::memcpy(padded[step], values + (step * memory_.value_dim + group * kLanes) * T::kPack, count * sizeof(Stored));
+      std::memcpy(padded[step], values + (step * memory_.value_dim + group * kLanes) * T::kPack, bytes);
     return padded[0];
   }
 
@@ -251,7 +257,8 @@ class Attention {
     const auto at = [&](long d, long lane) { return (d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack; };
     out.assign(keys, keys + memory_.key_dim * kLanes);
     for (long lane = 0; lane < kLanes; ++lane) {
-      const float *cos = options_.key_cos + (position + lane) * half, *sin = options_.key_sin + (position + lane) * half;
+      const float* cos = options_.key_cos + (position + lane) * half;
+      const float* sin = options_.key_sin + (position + lane) * half;
       for (long d = 0; d < half; ++d) {
         const float a = T::widen(keys[at(d, lane)]), b = T::widen(keys[at(d + half, lane)]);
         out[at(d, lane)] = T::round(a * cos[d] - b * sin[d]);
@@ -262,7 +269,7 @@ class Attention {
   }
 
   const float* q_;
-  long q_heads_;
+  long q_stride_, q_heads_;
   const Memory<T>& memory_;
   const Requests& requests_;
   const AttentionOptions& options_;

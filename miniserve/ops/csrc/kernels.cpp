@@ -99,17 +99,19 @@ void miniserve_rms_norm(void* pool, const float* x, long x_stride, long rows, lo
   });
 }
 
-void miniserve_layer_norm(void* pool, const float* x, long x_stride, long rows, long dim, const float* weight,
-                          const float* bias, float eps, float* y) {
-  for_rows(*static_cast<ThreadPool*>(pool), rows, dim, [&](long row) {
-    const float* in = x + row * x_stride;
-    float* out = y + row * dim;
-    double total = 0, squares = 0;
-    for (long d = 0; d < dim; ++d) total += in[d];
-    const float mean = static_cast<float>(total / dim);
-    for (long d = 0; d < dim; ++d) squares += (in[d] - mean) * (in[d] - mean);
-    const float scale = 1.0f / std::sqrt(static_cast<float>(squares / dim) + eps);
-    for (long d = 0; d < dim; ++d) out[d] = (in[d] - mean) * scale * weight[d] + bias[d];
+void miniserve_layer_norm(void* pool, const float* x, long x_stride, long rows, long heads, long dim,
+                          const float* weight, const float* bias, float eps, float* y) {
+  for_rows(*static_cast<ThreadPool*>(pool), rows, heads * dim, [&](long row) {
+    for (long head = 0; head < heads; ++head) {
+      const float* in = x + row * x_stride + head * dim;
+      float* out = y + (row * heads + head) * dim;
+      double total = 0, squares = 0;
+      for (long d = 0; d < dim; ++d) total += in[d];
+      const float mean = static_cast<float>(total / dim);
+      for (long d = 0; d < dim; ++d) squares += (in[d] - mean) * (in[d] - mean);
+      const float scale = 1.0f / std::sqrt(static_cast<float>(squares / dim) + eps);
+      for (long d = 0; d < dim; ++d) out[d] = (in[d] - mean) * scale * weight[d] + bias[d];
+    }
   });
 }
 
@@ -136,8 +138,8 @@ void miniserve_write_kv(void* pool, int dtype, const float* k, long k_stride, co
   });
 }
 
-void miniserve_attend(void* pool, int dtype, const float* q, long q_heads, void* k_memory, void* v_memory,
-                      long page_stride, long block_size, long kv_heads, long key_dim, long value_dim,
+void miniserve_attend(void* pool, int dtype, const float* q, long q_stride, long q_heads, void* k_memory,
+                      void* v_memory, long page_stride, long block_size, long kv_heads, long key_dim, long value_dim,
                       const int32_t* cu_seqlens_q, const int32_t* seqused_k, long num_requests,
                       const int32_t* block_table, long block_table_width, float scale, long window, float softcap,
                       const float* key_cos, const float* key_sin, long rotary_half, float* out) {
@@ -148,7 +150,7 @@ void miniserve_attend(void* pool, int dtype, const float* q, long q_heads, void*
     typedef typename T::Stored Stored;
     const Memory<T> memory = {static_cast<Stored*>(k_memory), static_cast<Stored*>(v_memory), page_stride, block_size,
                               kv_heads, key_dim, value_dim};
-    Attention<T>(q, q_heads, memory, requests, options, out).run(*static_cast<ThreadPool*>(pool));
+    Attention<T>(q, q_stride, q_heads, memory, requests, options, out).run(*static_cast<ThreadPool*>(pool));
   });
 }
 

@@ -45,8 +45,10 @@ inline float max(Floats v) {
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x within 2 ulp for x <= 88; 0 below -87, so that e^(-inf) = 0 and a masked score costs nothing.
+// e^x within 2 ulp; 0 below -87, so that e^(-inf) = 0 and a masked score costs nothing; e^88 (1.7e38) above 88, where
+// the exponent would run out of its bits.
 inline Floats exp(Floats x) {
+  x = x > 88.0f ? splat(88.0f) : x;
   const Floats log2e = splat(1.44269504f), big = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
   Floats n = (x * log2e + big) - big;
   Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -21,7 +22,10 @@ namespace miniserve {
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads) {
-    for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this] { help(); });
+    try {
+      for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this] { help(); });
+    } catch (const std::system_error&) {  // the system grants no more threads: fewer do the same work
+    }
   }
 
   ~ThreadPool() {
@@ -50,7 +54,7 @@ class ThreadPool {
       wake_.notify_all();
     }
     while (take_task()) continue;
-    for (int spin = 0; done_.load(std::memory_order_acquire) != num_tasks; ++spin)
+    for (long spin = 0; done_.load(std::memory_order_acquire) != num_tasks; ++spin)
       spin < 1000 ? pause() : std::this_thread::yield();
     in_use_.unlock();
   }
