@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from miniserve.request import CompletionOutput, Logprob, PositionLogprobs, Request, RequestOutput
 from miniserve.tokenizer import Detokenizer, StopChecker, Tokenizer
@@ -16,6 +17,7 @@ from miniserve.tokenizer import Detokenizer, StopChecker, Tokenizer
 log = logging.getLogger(__name__)
 
 OnOutput = Callable[[RequestOutput], None]
+Result = TypeVar("Result")
 
 
 class Sample:
@@ -32,7 +34,7 @@ class Sample:
     def extend(self) -> str | None:
         """Add the text of the token just sampled; returns the stop string that it completed, if it did.
 
-        A stop token is not part of the text, nor is a stop string; before `min_tokens` none is looked for.
+        A stop token is not part of the text, nor is a stop string; one complete before `min_tokens` is text.
         """
         request = self.request
         if self._detokenizer is None:
@@ -41,10 +43,8 @@ class Sample:
         text = "" if ended_by_token else self._detokenizer.step(request.output_token_ids[-1])
         if request.finished:
             text += self._detokenizer.flush()
-        if len(request.output_token_ids) < request.params.min_tokens:
-            self.text += text
-            return None
-        safe, stop = self._stops.push(text)
+        too_early = len(request.output_token_ids) < request.params.min_tokens
+        safe, stop = self._stops.push(text, ending=not too_early)
         self.text += safe
         if request.finished and stop is None:
             self.text += self._stops.flush()
@@ -73,7 +73,7 @@ class Answer:
     on_output: OnOutput | None
     final_only: bool  # the caller wants the whole answer only
     prompt_logprobs: list[PositionLogprobs | None] | None
-    error: Exception | None = None  # what failed, if the engine did
+    error: BaseException | None = None  # what failed, if something did
 
     @property
     def key(self) -> int:
@@ -84,6 +84,17 @@ class Answer:
     def finished(self) -> bool:
         """Whether all samples have ended."""
         return all(sample.request.finished for sample in self.samples)
+
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """Do something for this answer; if it fails, remember the error and return None: nobody else is concerned."""
+        try:
+            return work()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the tokenizers' Rust panics are no `Exception`
+            log.exception("the text of request %s cannot be made", self.request_id)
+            self.error = error
+            return None
 
     def named(self, entries: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
         """Logprobs with each token's text beside it."""

@@ -23,9 +23,11 @@ def check_token_id(param: str, value: Any, vocab_size: int) -> None:
 
 def shorten(value: Any) -> str:
     """A value as it may stand in a message: never longer than 40 characters."""
+    if isinstance(value, (str, bytes, list, tuple, dict)) and len(value) > 40:
+        return f"a {type(value).__name__} of {len(value)}"
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to print whole numbers of more than 4300 digits
+    except (ValueError, RecursionError):  # Python prints no number of more than 4300 digits, and no deep nesting
         return f"a {type(value).__name__} too large to print"
     return text if len(text) <= 40 else text[:37] + "..."
 

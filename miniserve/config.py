@@ -7,8 +7,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from typing import Any
 
+from miniserve.checks import shorten
 from miniserve.errors import ConfigError
 
 
@@ -60,6 +62,13 @@ class EngineConfig:
         _at_least("seed", self.seed, -(2**63))
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r}: use auto, float32, bfloat16 or float16")
+        for name in ("device", "ops"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} must be a name, not {shorten(getattr(self, name))}")
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            raise ConfigError(f"tokenizer must be the path of a folder, not {shorten(self.tokenizer)}")
+        if self.kv_sharing is not None and not isinstance(self.kv_sharing, (str, list, tuple)):
+            raise ConfigError(f"kv_sharing must be text or one layer index per layer, not {shorten(self.kv_sharing)}")
         if type(self.enable_prefix_caching) is not bool:
             raise ConfigError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
         if self.max_model_len is not None:
@@ -101,16 +110,13 @@ def parse_size(name: str, value: int | str) -> int:
     """
     if type(value) is int:
         return value
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(iB|B)?|B)?", value.strip()) if isinstance(value, str) else None
-    )
+    pattern = r"(\d{1,20}(?:\.\d{1,20})?)\s*(?:([kKMGT])(iB|B)?|B)?"
+    match = re.fullmatch(pattern, value.strip()) if isinstance(value, str) else None
     if match is None:
-        raise ConfigError(f"{name}={value!r} is no size; write a number, or one as in 8k, 512MiB or 4GiB")
+        raise ConfigError(f"{name}={shorten(value)} is no size; write a number, or one as in 8k, 512MiB or 4GiB")
     number, unit, suffix = match.groups()
-    if unit is None:
-        return int(float(number))
-    base = 1000 if unit == "k" or suffix == "B" else 1024
-    return int(float(number) * base ** "KMGT".index(unit.upper()) * base)
+    base = 1000 if suffix == "B" or (unit == "k" and suffix is None) else 1024
+    return int(Fraction(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
 
 
 def _at_least(name: str, value: Any, lowest: int) -> None:

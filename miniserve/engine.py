@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from miniserve.answer import Answer, OnOutput, Sample
 from miniserve.checks import shorten
 from miniserve.config import EngineConfig
 from miniserve.errors import EngineError, QueueFull, RequestError
-from miniserve.intake import Intake, Prompt, one_each, prompt_list
+from miniserve.intake import Intake, Prompt, conversation_list, one_each, prompt_list
 from miniserve.kvcache.block_manager import BlockManager
 from miniserve.kvcache.layout import KVLayout
 from miniserve.kvcache.pool import KVPool
@@ -147,10 +148,8 @@ class Engine:
         Raises:
             RequestError, EngineError: as `generate`; also if there is no template or it refuses the messages.
         """
-        if not messages:
-            raise RequestError("messages is empty; give at least one", "messages")
-        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [{"prompt_token_ids": self.intake.need_tokenizer().render_chat(c)} for c in conversations]
+        render = self.intake.need_tokenizer().render_chat
+        prompts = [{"prompt_token_ids": render(conversation)} for conversation in conversation_list(messages)]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -207,12 +206,7 @@ class Engine:
             if request_id not in self._answers:
                 return
             self._aborts.append(self._answers[request_id])
-        if self._stepping.acquire(blocking=False):
-            try:
-                self._take_in()
-                self._deliver()
-            finally:
-                self._stepping.release()
+        self._settle()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -229,13 +223,16 @@ class Engine:
             if scheduled:
                 try:
                     tokens = self._compute(scheduled)
-                except Exception as error:  # whatever it is, it must stay with the requests that ran
-                    log.exception("a step failed; its %d requests end", len(scheduled))
+                except BaseException as error:  # whatever it is, it must stay with the requests that ran
                     self._fail(scheduled, error)
+                    if not isinstance(error, Exception):
+                        raise
+                    log.exception("a step failed; its %d requests ended", len(scheduled))
                 else:
                     self.scheduler.update(scheduled, tokens)
                     self._extend_answers(scheduled)
-            return self._deliver()
+            outputs = self._deliver()
+        return outputs + self._settle()
 
     # ---------------------------------------------------------------- questions
 
@@ -279,7 +276,7 @@ class Engine:
         part = logits[rows.first_row : rows.first_row + rows.stop - rows.start]
         actual = request.prompt_token_ids[rows.start + 1 : rows.stop + 1]
         entries = sampling.logprobs(part, actual, [request.params.prompt_logprobs] * len(actual))
-        answer.prompt_logprobs.extend(answer.named(entries))
+        answer.prompt_logprobs.extend(answer.attempt(partial(answer.named, entries)) or entries)
         request.num_prompt_logprobs += len(actual)
 
     def _add_logprobs(self, requests: Sequence[Request], logits: Tensor, tokens: Sequence[int]) -> None:
@@ -290,34 +287,43 @@ class Engine:
         for row, entry in zip(rows, sampling.logprobs(logits[rows], [tokens[row] for row in rows], num_top)):
             answer, sample = self._sample_of[requests[row].key]
             if sample.logprobs is not None:
-                sample.logprobs.extend(answer.named([entry]))
+                sample.logprobs.extend(answer.attempt(partial(answer.named, [entry])) or [entry])
 
     def _extend_answers(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Turn the sampled tokens into text, and end what a stop string ends. A failure stays with its request."""
+        """Turn the sampled tokens into text, and end what a stop string ends."""
         for item in scheduled:
-            if not item.samples:
-                continue
-            answer, sample = self._sample_of[item.request.key]
-            self._changed[answer.key] = answer
-            try:
-                stop = sample.extend()
-            except Exception as error:
-                log.exception("the text of a request cannot be made; it ends")
-                self._end(answer, "error", error)
-            else:
+            if item.samples:
+                answer, sample = self._sample_of[item.request.key]
+                self._changed[answer.key] = answer
+                stop = answer.attempt(sample.extend)
                 if stop is not None:
                     self.scheduler.finish(item.request, "stop", stop)
+            answer = self._sample_of[item.request.key][0]
+            if answer.error is not None:  # its text could not be made: it ends, and nobody else
+                self._end(answer, "error")
 
-    def _fail(self, scheduled: Sequence[ScheduledRequest], error: Exception) -> None:
+    def _fail(self, scheduled: Sequence[ScheduledRequest], error: BaseException) -> None:
         self.scheduler.fail(scheduled)
         for item in scheduled:
-            self._end(self._sample_of[item.request.key][0], "error", error)
+            answer = self._sample_of[item.request.key][0]
+            answer.error = error
+            self._end(answer, "error")
 
-    def _end(self, answer: Answer, reason: str, error: Exception | None = None) -> None:
+    def _end(self, answer: Answer, reason: str) -> None:
         for sample in answer.samples:
             self.scheduler.finish(sample.request, reason)
-        answer.error = answer.error or error
         self._changed[answer.key] = answer
+
+    def _settle(self) -> list[RequestOutput]:
+        """Carry out aborts that no step under way will see."""
+        outputs: list[RequestOutput] = []
+        while self._aborts and self._stepping.acquire(blocking=False):
+            try:
+                self._take_in()
+                outputs += self._deliver()
+            finally:
+                self._stepping.release()
+        return outputs
 
     def _deliver(self) -> list[RequestOutput]:
         """Hand every answer that changed to its caller, and forget those that are finished."""

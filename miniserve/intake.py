@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
+from secrets import token_hex
 from typing import Any
 
 from miniserve.answer import Answer, OnOutput, Sample
@@ -84,7 +85,7 @@ class Intake:
             keys = [next(self._keys) for _ in range(params.n)]
         requests = [self._request(params, ids, keys[0], key, seed + i) for i, key in enumerate(keys)]
         return Answer(
-            request_id=f"request-{keys[0]}" if request_id is None else request_id,
+            request_id=f"request-{keys[0]}-{token_hex(8)}" if request_id is None else request_id,
             prompt=text,
             samples=[Sample(request, self.tokenizer) for request in requests],
             tokenizer=self.tokenizer,
@@ -102,7 +103,10 @@ class Intake:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" not in prompt and "prompt" not in prompt:
                 raise RequestError('prompt: a mapping needs "prompt_token_ids" or "prompt"', "prompt")
+            wanted = (list, tuple) if "prompt_token_ids" in prompt else (str, list, tuple)
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if not isinstance(prompt, wanted):
+                raise RequestError(f"prompt_token_ids must be a list of token ids, not {shorten(prompt)}", "prompt")
         if not isinstance(prompt, (str, list, tuple)):
             raise RequestError(f"prompt must be text or a list of token ids, not {shorten(prompt)}", "prompt")
         if not prompt:
@@ -165,6 +169,23 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [prompts] if is_ids else list(prompts)
 
 
+def conversation_list(messages: Any) -> list[Any]:
+    """One conversation (a list of messages) or many -> many.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    one = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], Mapping)
+    conversations = [messages] if one else messages
+    if not isinstance(conversations, (list, tuple)) or not conversations:
+        raise RequestError('messages must be a list of {"role", "content"}, or a list of such lists', "messages")
+    for conversation in conversations:
+        good = isinstance(conversation, (list, tuple)) and conversation
+        if not good or not all(isinstance(message, Mapping) for message in conversation):
+            raise RequestError('messages: a conversation is a list of {"role", "content"}, not empty', "messages")
+    return list(conversations)
+
+
 def one_each(
     prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
@@ -175,6 +196,9 @@ def one_each(
     """
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * len(prompts)
+    if not isinstance(sampling_params, (list, tuple)):
+        message = f"sampling_params must be SamplingParams or a list of them, not {shorten(sampling_params)}"
+        raise RequestError(message, "sampling_params")
     if len(sampling_params) != len(prompts):
         raise RequestError(
             f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one for all or one for each",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ def pick_device(name: str) -> torch.device:
     """The device called `name`; `auto` is a GPU if there is one.
 
     Raises:
-        ConfigError: torch knows no such device.
+        ConfigError: there is no such device here.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r}: use auto, cpu or cuda") from None
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", name)
+    if match is None:
+        raise ConfigError(f"device={name!r}: use auto, cpu, cuda or cuda:N")
+    if name != "cpu" and int(match[1] or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices here; use auto or cpu")
+    return torch.device(name)
 
 
 def pick_dtype(asked: str, stored: Any, device: torch.device, *, widens_bfloat16: bool) -> torch.dtype:

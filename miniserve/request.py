@@ -114,8 +114,8 @@ class SamplingParams:
     def _validate_stops(self, vocab_size: int) -> None:
         if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
             raise RequestError("stop must be a string or a list of strings", "stop")
-        if len(self.stop_strings) > MAX_STOPS:
-            raise RequestError(f"stop has {len(self.stop_strings)} strings; at most {MAX_STOPS} are allowed", "stop")
+        if isinstance(self.stop, (list, tuple)) and len(self.stop) > MAX_STOPS:
+            raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed", "stop")
         for text in self.stop_strings:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 raise RequestError(f"stop: each must be a string of 1 to {MAX_STOP_CHARS} characters", "stop")

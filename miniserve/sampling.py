@@ -17,6 +17,9 @@ from torch import Tensor
 
 from miniserve.request import Logprob, PositionLogprobs, Request
 
+_SMALLEST_PENALTY = 1e-6
+"""Dividing by less would overflow float32."""
+
 
 def sample(
     logits: Tensor, requests: Sequence[Request], argmax: Callable[[Tensor], Tensor] = lambda x: x.argmax(dim=-1)
@@ -95,7 +98,8 @@ def _penalize(row: Tensor, request: Request) -> None:
     if params.repetition_penalty != 1.0:
         seen = counts > 0
         seen[torch.tensor(request.prompt_token_ids, device=row.device)] = True
-        penalized = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+        penalty = max(params.repetition_penalty, _SMALLEST_PENALTY)
+        penalized = torch.where(row > 0, row / penalty, row * penalty)
         row.copy_(torch.where(seen, penalized, row))
     row -= params.frequency_penalty * counts
     row -= params.presence_penalty * (counts > 0)
@@ -117,7 +121,7 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
             column([float(p.top_k) if p.top_k > 0 else float("inf") for p in params]),
             column([p.top_p for p in params]),
         )
-    cumulative = probs.double().cumsum(dim=-1)
+    cumulative = _cumsum(probs.double())
     point = column([uniform(r.seed, len(r.output_token_ids)) for r in requests]).double() * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, point, right=True)[:, 0]
     last = logits.shape[1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)  # rounding must not pick a banned token
@@ -130,7 +134,12 @@ def _truncate(probs: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     keep = sorted_probs >= min_p * sorted_probs[:, :1]
     keep &= torch.arange(probs.shape[1], device=probs.device) < top_k
     kept = sorted_probs * keep
-    before = kept.cumsum(dim=-1) - kept  # mass of the likelier tokens, of what is still there
-    keep &= before < top_p * kept.sum(dim=-1, keepdim=True)
+    mass = _cumsum(kept)
+    keep &= mass - kept < top_p * mass[:, -1:]  # the likelier tokens' mass, of what is still there
     keep[:, 0] = True
     return torch.zeros_like(probs).scatter(1, order, sorted_probs * keep)
+
+
+def _cumsum(x: Tensor) -> Tensor:
+    """Running sums of each row by itself: torch rounds otherwise if there are several."""
+    return torch.stack([row.cumsum(dim=-1) for row in x])

@@ -24,13 +24,16 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer, PreTrainedConfig  # seconds to import: only when text is wanted
 
+        options = {"trust_remote_code": False, "local_files_only": True}
         try:
-            # A config of no family: transformers refuses those it does not know (LCKV's `layer_types` string).
-            self._hf: Any = AutoTokenizer.from_pretrained(
-                folder, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
-            )
+            try:
+                self._hf: Any = AutoTokenizer.from_pretrained(folder, **options)
+            except Exception:
+                # It may be config.json that transformers does not like (LCKV's `layer_types`): do without its family.
+                self._hf = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig(), **options)
         except Exception as error:  # its parsers raise anything
             raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        self._size = len(self._hf)
 
     @classmethod
     def of_model(cls, folder: Path, other: str | None = None) -> Tokenizer | None:
@@ -45,14 +48,16 @@ class Tokenizer:
         return self._hf.eos_token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Text to ids.
+        """Text to ids. A text that begins with the BOS token's own text gets no second one.
 
         Raises:
             RequestError: the text is no valid Unicode, or the tokenizer fails on it.
         """
         try:
             text.encode()
-            return list(_guarded(self._hf.encode, text, add_special_tokens=add_special_tokens))
+            ids = list(_guarded(self._hf.encode, text, add_special_tokens=add_special_tokens))
+            bos = self._hf.bos_token_id
+            return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
         except UnicodeEncodeError:
             raise RequestError("prompt holds a lone surrogate, which is no text in UTF-8", "prompt") from None
         except Exception as error:
@@ -62,11 +67,16 @@ class Tokenizer:
         """Ids to text, without special tokens."""
         # The Rust object itself takes a tenth of the wrapper's time.
         decoder = self._hf.backend_tokenizer if self._hf.is_fast else self._hf
-        return _guarded(decoder.decode, list(token_ids), skip_special_tokens=True)
+        known = [token for token in token_ids if token < self._size]  # the model's table may be wider
+        return _guarded(decoder.decode, known, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
         """One token as text (a part of a character becomes U+FFFD)."""
-        return _guarded(self._hf.decode, [token_id])
+        return _guarded(self._hf.decode, [token_id]) if token_id < self._size else ""
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether this is one of SentencePiece's byte tokens, <0x00> to <0xFF>."""
+        return token_id < self._size and str(self._hf.convert_ids_to_tokens(token_id)).startswith("<0x")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Messages through the model's own chat template; it writes all special tokens itself.
@@ -99,36 +109,40 @@ class Detokenizer:
     """Token by token to text, never splitting a character.
 
     Decodes a short tail twice, with and without the new tokens; what the longer text adds is new. Text that ends
-    in U+FFFD waits for the token that completes the character. The tail keeps the left context on which
-    tokenizers' leading-space rules depend.
+    in U+FFFD waits for the token that completes the character. The tail begins where text was given out whole, so
+    that it never begins within a character; it gives the left context on which leading-space rules depend.
     """
 
     _CONTEXT = 6
-    _MAX_PENDING = 8  # a character has at most 4 bytes: what is not one after 8 tokens never becomes one
+    _MAX_PENDING = 128  # what has not become a character after so many tokens is given out as it is
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt_token_ids[-self._CONTEXT :])
+        while self._ids and _REPLACEMENT in tokenizer.decode(self._ids):
+            del self._ids[0]  # the tail of the prompt begins within a character
         self._emitted = len(self._ids)  # ids whose text has been given out
         self._context = 0  # where decoding of the tail begins
 
     def step(self, token_id: int) -> str:
         """The text that this token completes, perhaps empty."""
         self._ids.append(token_id)
-        return self._take(final=False)
+        text = self._new_text()
+        if text.endswith(_REPLACEMENT) and len(self._ids) - self._emitted <= self._MAX_PENDING:
+            return ""
+        self._context, self._emitted = self._emitted, len(self._ids)
+        return text
 
     def flush(self) -> str:
-        """What is still waiting: the tail of a character that was never completed."""
-        return self._take(final=True)
+        """What is still waiting: one U+FFFD for a character that was never completed."""
+        text, pending = self._new_text(), self._ids[self._emitted :]
+        self._context, self._emitted = self._emitted, len(self._ids)
+        cut_off = text == _REPLACEMENT * len(pending) and all(map(self._tokenizer.is_byte, pending))
+        return text[:1] if cut_off and len(pending) < 4 else text  # byte fallback gives one for each byte
 
-    def _take(self, final: bool) -> str:
+    def _new_text(self) -> str:
         before = self._tokenizer.decode(self._ids[self._context : self._emitted])
-        after = self._tokenizer.decode(self._ids[self._context :])
-        waits = after.endswith(_REPLACEMENT) and len(self._ids) - self._emitted <= self._MAX_PENDING
-        if waits and not final:
-            return ""
-        self._context, self._emitted = max(self._emitted - self._CONTEXT, 0), len(self._ids)
-        return after[len(before) :]
+        return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
 
 
 class StopChecker:
@@ -138,12 +152,15 @@ class StopChecker:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """New text -> (text that is safe to give out, the stop string that ended it, if one did)."""
+    def push(self, text: str, *, ending: bool = True) -> tuple[str, str | None]:
+        """New text -> (text that is safe to give out, the stop string that ended it, if one did).
+
+        Unless `ending`, a stop string that is complete now is text like any other.
+        """
         if not self._stops:
             return text, None
         self._held += text
-        found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, -len(stop), stop) for stop in self._stops if ending and (at := self._held.find(stop)) >= 0]
         if found:
             at, _, stop = min(found)
             safe, self._held = self._held[:at], ""

@@ -129,8 +129,8 @@ def test_every_prompt_form_means_the_same(engine: Engine, greedy: Callable) -> N
         ({"prompt_token_ids": ids}, None),
         ({"prompt_token_ids": tuple(ids)}, None),
     ):
-        for prompts in (prompt, [prompt]):
-            (output,) = engine.generate(prompts, GREEDY)
+        one, *many = engine.generate(prompt, GREEDY), *engine.generate([prompt, prompt], GREEDY)
+        for output in (*one, *many):
             assert output.prompt_token_ids == ids
             assert output.prompt == text
             assert output.outputs[0].token_ids == expected
@@ -276,7 +276,7 @@ BAD_PROMPTS: list[Any] = [
 @pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=lambda p: f"{p!r:.20}" if p != [10**5000] else "huge")
 def test_bad_prompts_name_the_field_and_disturb_nobody(engine: Engine, greedy: Callable, prompt: Any) -> None:
     """B9, B13, B14, B16: in every way in, while a neighbour runs."""
-    engine.add_request("neighbour", PROMPTS[1], GREEDY)
+    engine.add_request("neighbour", PROMPTS[1], replace(GREEDY, max_tokens=3))
     engine.step()
     for call in (
         lambda: engine.add_request("bad", prompt, GREEDY),
@@ -288,7 +288,7 @@ def test_bad_prompts_name_the_field_and_disturb_nobody(engine: Engine, greedy: C
         assert caught.value.param == "prompt"
         assert len(str(caught.value)) < 400
         str(caught.value).encode()
-    assert finish(engine)["neighbour"].outputs[0].token_ids == greedy(PROMPTS[1])
+    assert finish(engine)["neighbour"].outputs[0].token_ids == greedy(PROMPTS[1], 3)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_stops_cost_little(say: Callable) -> None:
 def test_streams_equal_whole_answers(make: Make) -> None:
     """E6: real tokens, with stops, n, seeds and logprobs; to the last bit, so without a prefix cache."""
     engine, random = make(enable_prefix_caching=False), Random(0)
-    for _ in range(8):
+    for _ in range(6):
         params = SamplingParams(
             n=random.choice([1, 1, 3]),
             temperature=random.choice([0, 0.8, 1.5]),
@@ -673,7 +673,7 @@ def _assert_logprobs(entries: Sequence[Any], rows: Tensor, actual: Sequence[int]
             assert found.rank == 1 + int((row > row[other]).sum())
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize("num_top", [0, 20])
 def test_logprobs_are_those_of_the_raw_distribution(engine: Engine, log_softmax: Callable, num_top: int) -> None:
     """T9: whatever temperature, filters, penalties and bias do to the choice."""
     for fields in (
@@ -1139,7 +1139,7 @@ def restless() -> Iterator[None]:
 
 def test_threads_may_add_while_another_steps(folder: Path, restless: None) -> None:
     """What one thread walks through, another must not change under its feet. (The engines are left as they are.)"""
-    for _ in range(8):
+    for _ in range(5):
         engine, over = Engine(folder, kv_cache_memory=2**16, max_waiting=10**6, max_num_seqs=2), []
 
         def add(engine: Engine = engine, over: list[Any] = over) -> None:

@@ -23,6 +23,7 @@ from checkpoints import write_llama
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "miniserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 EVERYWHERE = {"errors", "checks", "request", "config"}
 KVCACHE = {"kvcache.sharing", "kvcache.layout", "kvcache.block_manager", "kvcache.pool"}
@@ -109,7 +110,7 @@ def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 def _imports(path: Path) -> set[str]:
     """Names of the modules that a file imports, wherever in it; `from miniserve import batch` is miniserve.batch."""
     names: set[str] = set()
-    for node in _runtime_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _runtime_nodes(TREES[path]):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -125,15 +126,18 @@ def _is_own_module(name: str) -> bool:
     return name.startswith("miniserve.") and (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file())
 
 
+IMPORTS = {path: _imports(path) for path in FILES}
+
+
 def _own(path: Path) -> set[str]:
     """The package's own modules that a file imports."""
-    names = {name for name in _imports(path) if name.split(".")[0] == "miniserve"}
+    names = {name for name in IMPORTS[path] if name.split(".")[0] == "miniserve"}
     return {name.removeprefix("miniserve").lstrip(".") or "face" for name in names} - {_module(path)}
 
 
 def _foreign(path: Path) -> set[str]:
     """The packages that a file imports and that neither Python nor miniserve brings."""
-    tops = {name.split(".")[0] for name in _imports(path)}
+    tops = {name.split(".")[0] for name in IMPORTS[path]}
     return tops - set(sys.stdlib_module_names) - {"miniserve"}
 
 
@@ -201,7 +205,7 @@ AMBIENT = {"ContextVar", "local", "lru_cache", "cache"}
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_no_module_keeps_state(path: Path) -> None:
     """No `global`, no container at module level that somebody changes, no ambient context, no endless cache."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = TREES[path]
     names = {name for node in tree.body for name in _assigned(node)}
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Global), f"line {node.lineno}: global"
@@ -229,15 +233,15 @@ def _changed_name(node: ast.AST) -> str | None:
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_no_assert_in_the_package(path: Path) -> None:
     """A3: under `python -O` an assert is gone."""
-    lines = [n.lineno for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Assert)]
+    lines = [n.lineno for n in ast.walk(TREES[path]) if isinstance(n, ast.Assert)]
     assert lines == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_nothing_unpickles_or_evaluates(path: Path) -> None:
     """A1, A2, G10: no code out of files or sockets, and remote code is switched on nowhere."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not {name.split(".")[0] for name in _imports(path)} & {"pickle", "marshal", "shelve", "dill", "joblib"}
+    tree = TREES[path]
+    assert not {name.split(".")[0] for name in IMPORTS[path]} & {"pickle", "marshal", "shelve", "dill", "joblib"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"eval", "exec", "compile", "__import__"}

@@ -121,16 +121,16 @@ def test_a_panic_in_the_tokenizer_fails_that_text_only(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
-    assert not Tokenizer.exists(tmp_path)
+    assert Tokenizer.of_model(tmp_path) is None
     (tmp_path / "config.json").write_text("{}")
-    assert not Tokenizer.exists(tmp_path)
+    assert Tokenizer.of_model(tmp_path) is None
     with pytest.raises(ModelError, match=str(tmp_path)):
         Tokenizer(tmp_path)
 
 
 def test_folders_with_tokenizer_files_have_one(tmp_path: Path) -> None:
-    assert Tokenizer.exists(write_byte_level(tmp_path / "a"))
-    assert Tokenizer.exists(write_sentencepiece(tmp_path / "b", "GPTSw3Tokenizer"))
+    assert Tokenizer.of_model(write_byte_level(tmp_path / "a")) is not None
+    assert Tokenizer.of_model(write_sentencepiece(tmp_path / "b", "GPTSw3Tokenizer")) is not None
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from functools import cached_property, partial
 from math import ceil, lcm
-from operator import mul
 
 from miniserve.errors import ConfigError
 from miniserve.kvcache.sharing import KVSharing
@@ -172,10 +170,12 @@ class KVLayout:
         """The most tokens that one request alone can keep in `num_pages` pages; None if there is no limit."""
         if all(c.window is not None for c in self.classes) and num_pages >= self.blocks_for(1 << 62):
             return None
-        low, high = 0, num_pages * max(c.block_size for c in self.classes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks_for(middle) <= num_pages else (low, middle - 1)
+        low, high = 0, 1
+        while self.blocks_for(high) <= num_pages:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.blocks_for(middle) <= num_pages else (low, middle)
         return low
 
 
@@ -193,14 +193,11 @@ def _block_sizes(class_bytes: list[int], block_size: int, multiple: int) -> list
     start = ceil(block_size / multiple) * multiple
     best: list[int] = []
     for base in range(start, start + 32 * multiple, multiple):
-        page = base * largest
-        choices = [
-            [size for size in range(multiple, page // b + 1, multiple) if size * b >= page * (1 - _MAX_WASTE)]
-            if b < largest
-            else [base]
-            for b in class_bytes
-        ]
-        for sizes in product(*choices):
-            if not best or (lcm(*sizes), page) < (lcm(*best), max(map(mul, best, class_bytes))):
-                best = list(sizes)
+        page, sizes = base * largest, [base]
+        for b in class_bytes:
+            smallest = ceil(page * (1 - _MAX_WASTE) / b / multiple) * multiple
+            fitting = [base] if b == largest else range(smallest, page // b + 1, multiple)
+            sizes.append(min(fitting, key=partial(lcm, *sizes), default=0))
+        if 0 not in sizes and (not best or lcm(*sizes) < lcm(*best)):
+            best = sizes[1:]
     return best or [start * largest // b // multiple * multiple for b in class_bytes]

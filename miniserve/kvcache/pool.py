@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miniserve.errors import ConfigError
 from miniserve.kvcache.layout import KVLayout
 
 
@@ -43,7 +44,11 @@ class KVPool:
         self.layout = layout
         self.num_pages = num_pages
         page_elements = layout.page_bytes // layout.itemsize
-        self.arena = torch.zeros(num_pages, page_elements, dtype=dtype, device=device)
+        try:
+            self.arena = torch.zeros(num_pages, page_elements, dtype=dtype, device=device)
+        except RuntimeError as error:
+            size = num_pages * layout.page_bytes
+            raise ConfigError(f"kv_cache_memory: {size} bytes cannot be allocated on {device}; lower it") from error
         self.groups = tuple(self._view(g) for g in range(len(layout.groups)))
         self._by_layer = tuple(self.groups[layout.sharing.group_of(i)] for i in range(layout.sharing.num_layers))
 

@@ -133,7 +133,8 @@ def _index(folder: Path) -> dict[str, Path]:
         raise ModelError(f"{index}: has no weight_map")
     files: dict[str, Path] = {}
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        in_folder = isinstance(file_name, str) and Path(file_name).name == file_name
+        if not in_folder or not file_name.endswith(".safetensors"):
             raise ModelError(f"{index}: tensor {name} is mapped to {file_name!r}, which is no file of this folder")
         files[name] = folder / file_name
     _check_shards(index, files)

@@ -54,6 +54,10 @@ class Fields:
             raise ConfigError(f"config.json: {name} must be a whole number from 1 to {MAX_SIZE}, not {shorten(value)}")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """A whole number from 0 on."""
+        return 0 if self.get(name) == 0 else self.size(name, default)
+
     def optional_size(self, name: str) -> int | None:
         """A whole number from 1 on, or None."""
         return None if self.get(name) is None else self.size(name)
@@ -123,7 +127,10 @@ class Fields:
                 f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads} "
                 "and no head_dim is given"
             )
-        return num_heads, num_kv_heads, self.size("head_dim", hidden_size // num_heads)
+        head_dim = self.size("head_dim", hidden_size // num_heads)
+        if head_dim % 2:
+            raise ConfigError(f"config.json: head_dim={head_dim} is odd; RoPE rotates pairs")
+        return num_heads, num_kv_heads, head_dim
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> Fields:

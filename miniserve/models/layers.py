@@ -97,7 +97,7 @@ def rope_fields(fields: Fields) -> dict[str, Any]:
         raise ConfigError(f"config.json: rope_scaling must be an object, not {shorten(settings)}")
     settings = {"rope_theta": fields.get("rope_theta", 10000.0)} | settings
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
-    if settings["rope_type"] not in ROPE_TYPES:
+    if not isinstance(settings["rope_type"], str) or settings["rope_type"] not in ROPE_TYPES:
         raise UnsupportedModel(
             f"config.json: rope type {shorten(settings['rope_type'])} is not supported; known: {', '.join(ROPE_TYPES)}"
         )

@@ -24,7 +24,7 @@ def windowed_map(fields: Fields) -> KVSharing:
     window = fields.optional_size("sliding_window") if fields.flag("use_sliding_window") else None
     kinds = fields.layer_kinds(num_layers)
     if kinds is None:
-        first = fields.get("max_window_layers", num_layers)
+        first = fields.count("max_window_layers", num_layers)
         kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types has sliding_attention but no sliding_window is in use")

@@ -97,7 +97,7 @@ class CudaOps(ReferenceOps):
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
         """See `Ops.attend`."""
-        if batch.num_tokens == 0:  # behind the cut of a step that samples nothing; kernels refuse it
+        if batch.token_ids.shape[0] == 0:  # behind the cut of a step that samples nothing; kernels refuse it
             return q.new_empty(0, q.shape[1], memory.v.shape[-1])
         if self.attention.lacks(q, memory, softcap, key_rotary is not None):
             return super().attend(q, memory, batch, scale=scale, window=window, softcap=softcap, key_rotary=key_rotary)
@@ -243,7 +243,7 @@ def pad_decode(batch: ForwardBatch, layout: KVLayout, num_requests: int, max_seq
     Raises:
         ValueError: this is no decode step, or it exceeds the bucket.
     """
-    size, kept = batch.num_tokens, batch.kept
+    size, kept = batch.token_ids.shape[0], batch.kept
     if batch.max_seqlen_q != 1 or kept is None or kept.shape[0] != size:
         raise ValueError("only a step in which every request has one token, and samples, can be padded")
     if size > num_requests or batch.max_seqlen_k > max_seqlen_k:

@@ -5,6 +5,7 @@ being written; it shares nothing with the formulas under test.
 """
 
 import json
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -185,11 +186,12 @@ def test_block_sizes_are_multiples_of_what_the_kernels_want():
     ] == [32]
 
 
-@pytest.mark.timeout(10)
-def test_many_retention_classes_are_no_search_without_end():
-    sharing = KVSharing(tuple(range(10)), (None, None, None, 1, 2, 3, 4, 5, 6, 7))  # one class of 3 groups, 7 of 1
+def test_block_sizes_of_many_classes_are_found_at_once():
+    sharing = KVSharing(tuple(range(8)), (None, None, None, 1, 2, 3, 4, 5))  # one class of 3 groups, 5 of 1
+    begin = process_time()
     layout = layout_of(sharing, KVGeometry(1, 4), block_size=16)
-    assert len(layout.classes) == 8
+    assert process_time() - begin < 0.5
+    assert len(layout.classes) == 6
     assert all(15 * layout.page_bytes <= 16 * cls.block_size * cls.bytes_per_token for cls in layout.classes)
 
 
@@ -262,7 +264,7 @@ def test_max_request_tokens_is_exact(model, num_pages, block_size):
         return (
             sum(
                 max(
-                    (len(seen_blocks(size, window, i, i + 1)) for i in range(max(0, num_tokens - 60), num_tokens)),
+                    (len(seen_blocks(size, window, i, i + 1)) for i in range(num_tokens)),
                     default=0,
                 )
                 for size, window in spans

@@ -352,8 +352,8 @@ class Scene:
 
     def _write_span(self, ops: Ops, batch: ForwardBatch) -> None:
         case = self.case
-        k = view(self.generator, batch.num_tokens, case.kv_heads, case.key_dim)
-        v = view(self.generator, batch.num_tokens, case.kv_heads, case.value_dim)
+        k = view(self.generator, batch.token_ids.shape[0], case.kv_heads, case.key_dim)
+        v = view(self.generator, batch.token_ids.shape[0], case.kv_heads, case.value_dim)
         ops.write_kv(k, v, self.memories[0], batch, None)
         reference.write_kv(k.to(case.dtype).float(), v.to(case.dtype).float(), self.memories[1], batch, None)
 
@@ -496,7 +496,7 @@ def test_attention_does_not_depend_on_the_batch_or_the_threads(
 
         def attend(first: int, spans: list[tuple[int, int, int]], ops: CpuOps = ops) -> tuple[Tensor, Tensor]:
             batch = scene.batch(spans)
-            part = slice(first, first + batch.num_tokens)
+            part = slice(first, first + batch.token_ids.shape[0])
             return ops.attend(scene.q[part], scene.memories[0], batch, scale=0.3, window=window), whole[part]
 
         assert torch.equal(*attend(0, [(0, 70, 100), (1, 0, 40), (2, 99, 100)]))

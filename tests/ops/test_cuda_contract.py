@@ -542,7 +542,7 @@ class PaddedModel:
         if batch.max_seqlen_q > 1:
             return self.model(batch, kv_pool)
         self.num_decode_steps += 1
-        return self.model(pad_decode(batch, self.layout, *BUCKET), kv_pool)[: batch.num_tokens]
+        return self.model(pad_decode(batch, self.layout, *BUCKET), kv_pool)[: batch.token_ids.shape[0]]
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
