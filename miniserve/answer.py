@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from miniserve.errors import EngineError
 from miniserve.request import CompletionOutput, Logprob, PositionLogprobs, Request, RequestOutput
 from miniserve.tokenizer import Detokenizer, StopChecker, Tokenizer
 
@@ -95,6 +96,11 @@ class Answer:
             log.exception("the text of request %s cannot be made", self.request_id)
             self.error = error
             return None
+
+    def raise_error(self) -> None:
+        """Raise an `EngineError` if something failed."""
+        if self.error is not None:
+            raise EngineError(f"the step that ran this request failed: {self.error!r}") from self.error
 
     def named(self, entries: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
         """Logprobs with each token's text beside it."""

@@ -35,6 +35,8 @@ class Stream:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._newest: asyncio.Queue[RequestOutput | EngineError] = asyncio.Queue(maxsize=1)
+        self._arrived: RequestOutput | EngineError | None = None  # by `put`, not yet seen by the event loop
+        self._lock = threading.Lock()  # guards `_arrived`
         self._complete = False  # the last output has come, though perhaps nobody has taken it yet
         self.closed = False
         self.request_id: str | None = None
@@ -56,11 +58,16 @@ class Stream:
         return output
 
     def put(self, item: RequestOutput | EngineError) -> None:
-        """Take an output, from any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._receive, item)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            log.debug("dropped an output: its event loop is closed")
+        """Take an output, from any thread. One wake-up of the event loop serves all that come before it runs."""
+        with self._lock:
+            asleep = self._arrived is None
+            if asleep or not _is_last(self._arrived):
+                self._arrived = item
+        if asleep:
+            try:
+                self._loop.call_soon_threadsafe(self._receive)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                log.debug("dropped an output: its event loop is closed")
 
     def close(self) -> None:
         """End the request, if it has not ended."""
@@ -68,13 +75,19 @@ class Stream:
             self.closed = True
             self._owner._release(self)
 
-    def _receive(self, item: RequestOutput | EngineError) -> None:
-        if self._complete:
+    def _receive(self) -> None:
+        with self._lock:
+            item, self._arrived = self._arrived, None
+        if item is None or self._complete:
             return
-        self._complete = isinstance(item, EngineError) or item.finished
+        self._complete = _is_last(item)
         if self._newest.full():
             self._newest.get_nowait()
         self._newest.put_nowait(item)
+
+
+def _is_last(item: RequestOutput | EngineError | None) -> bool:
+    return isinstance(item, EngineError) or (item is not None and item.finished)
 
 
 class AsyncEngine:

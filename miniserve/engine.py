@@ -31,7 +31,7 @@ from miniserve import sampling
 from miniserve.answer import Answer, OnOutput, Sample
 from miniserve.checks import shorten
 from miniserve.config import EngineConfig
-from miniserve.errors import EngineError, QueueFull, RequestError
+from miniserve.errors import QueueFull, RequestError
 from miniserve.intake import Intake, Prompt, conversation_list, one_each, prompt_list
 from miniserve.kvcache.block_manager import BlockManager
 from miniserve.kvcache.layout import KVLayout
@@ -111,8 +111,7 @@ class Engine:
         self._stepping = threading.Lock()  # held by the thread that steps; the next two are its own
         self._sample_of: dict[int, tuple[Answer, Sample]] = {}  # by request key
         self._changed: dict[int, Answer] = {}  # answers to hand out, by the key of their first request
-        log.info("%s on %s, %s", self.dtype, self.device, type(self.ops).__name__)
-        log_kv_report(self.kv_report(), self.max_total_tokens)
+        log_kv_report(self.kv_report(), self.max_total_tokens, f"{self.dtype} on {self.device}, {self.ops.name}")
 
     # ---------------------------------------------------------------- whole answers
 
@@ -125,10 +124,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Complete one or many prompts; the answers come in prompt order.
 
-        Args:
-            prompts: text, token ids or {"prompt_token_ids": [...]}, or a list of these.
-            sampling_params: one for all, or one per prompt; default `SamplingParams()`.
-            use_tqdm: a progress bar on stderr, if that is a terminal.
+        A prompt is text, token ids or {"prompt_token_ids": [...]}; `sampling_params` are for all, or one for each.
+        `use_tqdm` shows a progress bar on stderr, if that is a terminal.
 
         Raises:
             RequestError: a prompt or parameter cannot be served; then none of them has run.
@@ -163,7 +160,7 @@ class Engine:
                     yield outputs.popleft()
                 else:
                     self.step()
-            _raise_error(answer)
+            answer.raise_error()
             yield outputs.popleft()
         finally:
             self.abort(answer.request_id)
@@ -181,7 +178,7 @@ class Engine:
     ) -> str:
         """Queue a request for the coming steps; returns its id (made up if None is given).
 
-        `on_output` is called by the stepping thread with each output of this request, or only with the last.
+        `on_output` is called by the stepping thread with each output, or with `final_only` the last.
 
         Raises:
             RequestError: it cannot be served as asked, or a request of this id is under way.
@@ -372,7 +369,7 @@ class Engine:
                 for answer in answers:
                     self.abort(answer.request_id)
         for answer in answers:
-            _raise_error(answer)
+            answer.raise_error()
         return [done[answer.request_id] for answer in answers]
 
     def _enqueue(self, answers: Sequence[Answer], *, bounded: bool) -> None:
@@ -402,8 +399,3 @@ class Engine:
                 self.scheduler.add(sample.request)
         for answer in aborts:
             self._end(answer, "abort")
-
-
-def _raise_error(answer: Answer) -> None:
-    if answer.error is not None:
-        raise EngineError(f"the step that ran this request failed: {answer.error!r}") from answer.error

@@ -66,9 +66,9 @@ def draw_report(report: Mapping[str, Any], drawing: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def log_kv_report(report: Mapping[str, Any], max_total_tokens: int) -> None:
+def log_kv_report(report: Mapping[str, Any], max_total_tokens: int, machine: str) -> None:
     """The report in the log, once at start, and a warning if the pool cannot hold a request of full length."""
-    log.info("KV cache\n%s", draw_report(report))
+    log.info("%s; KV cache\n%s", machine, draw_report(report))
     if max_total_tokens < report["max_model_len"]:
         log.warning(
             "the KV pool holds %d tokens of one request, less than max_model_len=%d; longer ones end early with "

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from miniserve.request import Logprob, PositionLogprobs, Request
 
-_SMALLEST_PENALTY = 1e-6
-"""Dividing by less would overflow float32."""
-
 
 def sample(
     logits: Tensor, requests: Sequence[Request], argmax: Callable[[Tensor], Tensor] = lambda x: x.argmax(dim=-1)
@@ -98,7 +95,7 @@ def _penalize(row: Tensor, request: Request) -> None:
     if params.repetition_penalty != 1.0:
         seen = counts > 0
         seen[torch.tensor(request.prompt_token_ids, device=row.device)] = True
-        penalty = max(params.repetition_penalty, _SMALLEST_PENALTY)
+        penalty = max(params.repetition_penalty, 1e-6)  # dividing by less would overflow float32
         penalized = torch.where(row > 0, row / penalty, row * penalty)
         row.copy_(torch.where(seen, penalized, row))
     row -= params.frequency_penalty * counts

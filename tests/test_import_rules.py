@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "checks": {"errors"},
     "request": {"checks", "errors"},
-    "config": {"errors"},
+    "config": {"checks", "errors"},
     "kvcache": set(),
     "kvcache.sharing": EVERYWHERE,
     "kvcache.layout": EVERYWHERE | {"kvcache.sharing"},

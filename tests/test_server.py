@@ -1146,7 +1146,7 @@ class FailingModel:
 def test_a_step_that_fails(live, golden, monkeypatch, error):
     """A stream ends with an error event and [DONE]; a whole answer is a 500. Nothing of the cause gets out."""
     body = golden.request(0, max_tokens=200)
-    monkeypatch.setattr(live.engine, "model", FailingModel(live.engine.model, 5, error))
+    monkeypatch.setattr(live.engine, "model", FailingModel(live.engine.model, 100, error))
     *chunks, last = live.stream(**body)
     assert chunks and all("error" not in chunk for chunk in chunks)
     assert last["error"]["type"] == "server_error" and "secret" not in str(last)

@@ -25,8 +25,7 @@ from math import ceil, lcm
 from miniserve.errors import ConfigError
 from miniserve.kvcache.sharing import KVSharing
 
-_MAX_WASTE = 1 / 16
-"""A page may leave this fraction unused in any class before larger blocks are tried."""
+_MAX_WASTE = 1 / 16  # of a page, in any class
 
 
 @dataclass(frozen=True)

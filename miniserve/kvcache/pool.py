@@ -47,8 +47,7 @@ class KVPool:
         try:
             self.arena = torch.zeros(num_pages, page_elements, dtype=dtype, device=device)
         except RuntimeError as error:
-            size = num_pages * layout.page_bytes
-            raise ConfigError(f"kv_cache_memory: {size} bytes cannot be allocated on {device}; lower it") from error
+            raise ConfigError(f"kv_cache_memory: {num_pages} pages do not fit on {device}; lower it") from error
         self.groups = tuple(self._view(g) for g in range(len(layout.groups)))
         self._by_layer = tuple(self.groups[layout.sharing.group_of(i)] for i in range(layout.sharing.num_layers))
 

@@ -67,13 +67,17 @@ def parse(fields: Fields) -> NeoXConfig:
     num_layers = fields.size("num_hidden_layers")
     is_mlkv = fields.get("num_key_value_layers") is not None
     num_heads, num_kv_heads, head_dim = fields.heads()
+    rope = rope_fields(fields) | {"rope_theta": fields.number("rotary_emb_base", rope_fields(fields)["rope_theta"])}
+    rotary_dim = int(head_dim * fields.number("rotary_pct", rope.get("partial_rotary_factor", 0.25)))
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise ConfigError(
+            f"config.json: rotary_pct makes {rotary_dim} of {head_dim} dims rotate; it must be an even part"
+        )
     if not is_mlkv and num_kv_heads != num_heads:
         raise ConfigError(
             f"config.json: num_key_value_heads={num_kv_heads} of {num_heads} heads: a GPT-NeoX checkpoint without "
             "num_key_value_layers stores q, k and v of each head together"
         )
-    rope = rope_fields(fields) | {"rope_theta": fields.number("rotary_emb_base", rope_fields(fields)["rope_theta"])}
-    rotary_dim = int(head_dim * fields.number("rotary_pct", rope.get("partial_rotary_factor", 0.25)))
     activation = fields.choice("hidden_act", tuple(_ACTIVATIONS), "gelu")
     return NeoXConfig(
         **fields.common(),

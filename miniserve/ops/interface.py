@@ -52,6 +52,11 @@ class Ops(ABC):
     widens_bfloat16: bool = False
     """Whether bfloat16 weights run at full speed on any CPU, since the set widens them as it loads them."""
 
+    @property
+    def name(self) -> str:
+        """What the log says: the set, and the attention kernel where there is a choice."""
+        return " with ".join([type(self).__name__, *filter(None, [getattr(self, "attention_kernel", None)])])
+
     def vector_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the set wants norm weights and biases of a model held in `dtype`."""
         return dtype
