@@ -192,7 +192,7 @@ def test_a_plain_number_is_itself(number: int) -> None:
     assert parse_size("kv_cache_memory", str(number)) == number
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.text(st.sampled_from("0123456789.kKMGTiB +-e"), max_size=12) | st.text(max_size=6))
 def test_any_other_text_is_a_config_error(text: str) -> None:
     try:

@@ -244,9 +244,9 @@ class Served:
             return client.connect_ex(("127.0.0.1", self.port)) != 0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def processes(goldens, tokenizer_folder, tmp_path_factory):
-    """The processes that tests ask and put an end to, by name; started together, which takes half the time."""
+    """The processes that tests ask and put an end to, by name. All start at once, while the first tests run."""
     model = [goldens / "lckv-cla2", "--tokenizer", tokenizer_folder, "--served-model-name", "tiny"]
     flags = ["serve", *model, "--dtype", "float32", "--kv-cache-memory", "8MiB", "--ops", "reference"]
     slowly = ["--max-num-seqs", "1"]
@@ -346,93 +346,6 @@ def check_refused(
     assert (error["param"], error["code"]) == (param, code)
     assert error["message"] and not any(part in error["message"] for part in ("Traceback", ".py", "0x"))
     return error
-
-
-# -------------------------------------------------------------------- the openai package
-
-
-def test_openai_completion(served, golden):
-    answer = served.client().completions.create(
-        model="tiny", prompt=golden.prompts[0], max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
-    )
-    (choice,) = answer.choices
-    assert (choice.index, choice.text, choice.finish_reason) == (0, golden.text(0), "length")
-    assert (answer.object, answer.model) == ("text_completion", "tiny")
-    assert answer.id.startswith("cmpl-") and abs(answer.created - time.time()) < 60
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (7, 24, 31)
-
-
-def test_openai_list_of_prompts_times_n(served, golden):
-    """`choices` are numbered prompt * n + k."""
-    answer = served.client().completions.create(
-        model="tiny", prompt=golden.prompts, n=2, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
-    )
-    assert [choice.index for choice in answer.choices] == list(range(6))
-    assert [choice.text for choice in answer.choices] == [golden.text(i // 2) for i in range(6)]
-    assert answer.usage.prompt_tokens == 7 + 33 + 70 and answer.usage.completion_tokens == 6 * 24
-
-
-def test_openai_text_prompts_equal_their_token_ids(served, golden):
-    texts = ["the cat", "é 日本 😀", "\n\ndata: [DONE]\n\n"]
-    ids = [golden.tokenizer.encode(text).ids for text in texts]
-    client = served.client()
-
-    def complete(prompt):
-        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
-        return [choice.text for choice in answer.choices]
-
-    assert complete(texts) == complete(ids) == [complete(one)[0] for one in texts] == [complete(one)[0] for one in ids]
-
-
-@pytest.mark.parametrize("include_usage", [True, False, None])
-def test_openai_stream(served, golden, include_usage):
-    options = {} if include_usage is None else {"stream_options": {"include_usage": include_usage}}
-    chunks = list(
-        served.client().completions.create(
-            model="tiny",
-            prompt=golden.prompts[:2],
-            n=2,
-            max_tokens=24,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-            **options,
-        )
-    )
-    usage_chunks = [chunk for chunk in chunks if not chunk.choices]
-    if include_usage:
-        assert usage_chunks == chunks[-1:] and chunks[-1].usage.completion_tokens == 4 * 24
-        assert chunks[-1].usage.prompt_tokens == 7 + 33
-    else:
-        assert usage_chunks == []
-    assert len({chunk.id for chunk in chunks}) == 1
-    whole = joined([chunk.model_dump() for chunk in chunks])
-    assert {i: (c["text"], c["finish_reason"]) for i, c in whole.items()} == {
-        i: (golden.text(i // 2), "length") for i in range(4)
-    }
-
-
-def test_openai_echo_and_logprobs(served, golden):
-    answer = served.client().completions.create(
-        model="tiny", prompt=golden.prompts[1], echo=True, logprobs=1, max_tokens=1, temperature=0
-    )
-    check_echo(golden, 1, 33, answer.choices[0].model_dump())
-
-
-def test_openai_models(served):
-    (model,) = served.client().models.list().data
-    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "miniserve")
-    assert model.max_model_len == MAX_MODEL_LEN and abs(model.created - time.time()) < 600
-
-
-def test_openai_errors_have_their_class(served):
-    client = served.client()
-    with pytest.raises(openai.NotFoundError) as refused:
-        client.completions.create(model="other", prompt="a")
-    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="tiny", prompt="a", temperature=-1)
-    assert (refused.value.type, refused.value.param) == ("invalid_request_error", "temperature")
 
 
 # -------------------------------------------------------------------- echo and logprobs, as evaluations read them
@@ -1193,6 +1106,93 @@ def test_death_of_the_engine(goldens, tokenizer_folder, monkeypatch):
         check_refused(live.post(prompt="a"), None, 500, "engine_error")
 
 
+# -------------------------------------------------------------------- the openai package
+
+
+def test_openai_completion(served, golden):
+    answer = served.client().completions.create(
+        model="tiny", prompt=golden.prompts[0], max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
+    )
+    (choice,) = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason) == (0, golden.text(0), "length")
+    assert (answer.object, answer.model) == ("text_completion", "tiny")
+    assert answer.id.startswith("cmpl-") and abs(answer.created - time.time()) < 60
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (7, 24, 31)
+
+
+def test_openai_list_of_prompts_times_n(served, golden):
+    """`choices` are numbered prompt * n + k."""
+    answer = served.client().completions.create(
+        model="tiny", prompt=golden.prompts, n=2, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text for choice in answer.choices] == [golden.text(i // 2) for i in range(6)]
+    assert answer.usage.prompt_tokens == 7 + 33 + 70 and answer.usage.completion_tokens == 6 * 24
+
+
+def test_openai_text_prompts_equal_their_token_ids(served, golden):
+    texts = ["the cat", "é 日本 😀", "\n\ndata: [DONE]\n\n"]
+    ids = [golden.tokenizer.encode(text).ids for text in texts]
+    client = served.client()
+
+    def complete(prompt):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+        return [choice.text for choice in answer.choices]
+
+    assert complete(texts) == complete(ids) == [complete(one)[0] for one in texts] == [complete(one)[0] for one in ids]
+
+
+@pytest.mark.parametrize("include_usage", [True, False, None])
+def test_openai_stream(served, golden, include_usage):
+    options = {} if include_usage is None else {"stream_options": {"include_usage": include_usage}}
+    chunks = list(
+        served.client().completions.create(
+            model="tiny",
+            prompt=golden.prompts[:2],
+            n=2,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **options,
+        )
+    )
+    usage_chunks = [chunk for chunk in chunks if not chunk.choices]
+    if include_usage:
+        assert usage_chunks == chunks[-1:] and chunks[-1].usage.completion_tokens == 4 * 24
+        assert chunks[-1].usage.prompt_tokens == 7 + 33
+    else:
+        assert usage_chunks == []
+    assert len({chunk.id for chunk in chunks}) == 1
+    whole = joined([chunk.model_dump() for chunk in chunks])
+    assert {i: (c["text"], c["finish_reason"]) for i, c in whole.items()} == {
+        i: (golden.text(i // 2), "length") for i in range(4)
+    }
+
+
+def test_openai_echo_and_logprobs(served, golden):
+    answer = served.client().completions.create(
+        model="tiny", prompt=golden.prompts[1], echo=True, logprobs=1, max_tokens=1, temperature=0
+    )
+    check_echo(golden, 1, 33, answer.choices[0].model_dump())
+
+
+def test_openai_models(served):
+    (model,) = served.client().models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "miniserve")
+    assert model.max_model_len == MAX_MODEL_LEN and abs(model.created - time.time()) < 600
+
+
+def test_openai_errors_have_their_class(served):
+    client = served.client()
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="other", prompt="a")
+    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt="a", temperature=-1)
+    assert (refused.value.type, refused.value.param) == ("invalid_request_error", "temperature")
+
+
 # -------------------------------------------------------------------- the process
 
 
@@ -1207,7 +1207,7 @@ def open_stream(served: Served, **fields: Any) -> socket.socket:
 
 def test_sigterm_lets_requests_finish(served):
     """Also when there is a connection that asks nothing. The last of `served`."""
-    with open_stream(served, n=8) as stream, socket.create_connection(("127.0.0.1", served.port)):
+    with open_stream(served, n=8, max_tokens=100) as stream, socket.create_connection(("127.0.0.1", served.port)):
         served.process.send_signal(signal.SIGTERM)
         wait_until(served.refuses_connections)
         rest = read_to_end(stream)

@@ -463,14 +463,14 @@ def _search(stops: Sequence[str], chunks: Sequence[str]) -> tuple[str, str | Non
 LETTERS = st.text(st.sampled_from("ab"), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(stops=st.lists(LETTERS, max_size=3), chunks=st.lists(st.text(st.sampled_from("abc"), max_size=4), max_size=12))
 def test_stop_checker_equals_a_search_over_the_whole_text(stops: list[str], chunks: list[str]) -> None:
     given_out, stop = _push_all(stops, chunks)
     assert ("".join(given_out), stop) == _search(stops, chunks)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(stops=st.lists(LETTERS, min_size=1, max_size=3), text=st.text(st.sampled_from("abc"), max_size=20))
 def test_nothing_is_held_back_longer_than_needed(stops: list[str], text: str) -> None:
     """What waits is always the beginning of a stop string, so a stream lags by less than the longest one."""
