@@ -132,6 +132,9 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for requests under way, the engine being stopped after `shutdown_timeout` seconds."""
         stopping = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._async_engine.close)
+        for listener in self.servers:
+            listener.close()
+        await asyncio.sleep(0.1)  # uvicorn would wait for a connection that is just being accepted to end by itself
         await super().shutdown(sockets)
         stopping.cancel()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,7 @@ def models(draw) -> Model:
     reads, windows = draw(maps())
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     lengths = draw(st.lists(st.integers(1, 40), min_size=2, max_size=3))
-    token = st.integers(0, 95)
+    token = st.integers(0, draw(st.sampled_from([2, 95])))  # few kinds of tokens: many blocks of equal content
     return Model(
         reads=reads,
         windows=windows,
@@ -205,6 +205,22 @@ def test_a_full_reader_of_a_windowed_owner_sees_the_first_token(tmp_path, watch_
     for row, prompt in zip(last, prompts):
         assert (row - reference.logits(folder, prompt)[-1]).abs().max() <= LIMIT
     assert (last[0] - last[1]).abs().max() > 100 * LIMIT
+
+
+@pytest.mark.parametrize("ops, block_size", [("reference", 4), ("auto", 16)])
+def test_equal_blocks_behind_other_beginnings_are_no_prefix(tmp_path, serve, ops, block_size):
+    """What a block holds depends on all text before it, and on the salt."""
+    folder = write_llama(tmp_path, reads=[0, 0, 2, 2])
+    engine = Engine(folder, ops=ops, block_size=block_size, kv_cache_memory="1MiB")
+    block, common = block_size, list(range(2 * block_size))
+    prompts = [[first] * block + common + [5] for first in (1, 2)] + [common + [5], common * 2 + [5]]
+    cached = [0, 0, 0, 2 * block]
+    for prompt, expected in zip(prompts, cached):
+        (output,) = serve(engine, [prompt], GREEDY)
+        assert output.outputs[0].token_ids == reference.greedy(folder, prompt, NUM_TOKENS)
+        assert output.num_cached_tokens == expected
+    (output,) = serve(engine, prompts[:1], replace(GREEDY, cache_salt="mine"))
+    assert output.num_cached_tokens == 0
 
 
 # -------------------------------------------------------------------- who writes, and which rows run

@@ -7,6 +7,7 @@ answer comes as ever.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -245,8 +246,15 @@ class Served:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def start_early(request):
+    """If any test will need the processes, they start now, while others run."""
+    if any("processes" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("processes")
+
+
+@pytest.fixture(scope="module")
 def processes(goldens, tokenizer_folder, tmp_path_factory):
-    """The processes that tests ask and put an end to, by name. All start at once, while the first tests run."""
+    """The processes that tests ask and put an end to, by name."""
     model = [goldens / "lckv-cla2", "--tokenizer", tokenizer_folder, "--served-model-name", "tiny"]
     flags = ["serve", *model, "--dtype", "float32", "--kv-cache-memory", "8MiB", "--ops", "reference"]
     slowly = ["--max-num-seqs", "1"]
@@ -981,6 +989,23 @@ def test_a_client_killed_while_its_request_is_handed_in(live, monkeypatch):
     live.wait_idle()
 
 
+def test_a_client_that_leaves_before_its_stream_begins(live):
+    """It is there while the request is handed in and gone when the first byte is due."""
+    body = json.dumps(ENDLESS | {"stream": True}).encode()
+    messages = iter([{"type": "http.request", "body": body}, None, {"type": "http.disconnect"}])
+
+    async def receive():
+        return next(messages) or await asyncio.Event().wait()
+
+    async def send(message):
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    app = create_app(live.async_engine, "tiny")
+    asyncio.run(app(scope | {"headers": [(b"content-type", b"application/json")]}, receive, send))
+    live.wait_idle()
+
+
 def test_closing_a_stream_of_the_openai_client(live):
     client = openai.OpenAI(base_url=f"{live.http.base_url}/v1", api_key="none", max_retries=0)
     extra = {"ignore_eos": True}
@@ -1235,6 +1260,30 @@ def test_second_sigint_ends_at_once(processes):
         wait_until(served.refuses_connections)
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(10) == 0
+
+
+class ServerInThread(server._Server):
+    """Tells its event loop."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+
+def test_shutdown_waits_for_no_connection_that_asks_nothing(live):
+    """Not even for one that comes in the very moment: the event loop is held up so that it learns of both at once."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(live.async_engine, "tiny"), log_level="critical", timeout_graceful_shutdown=30)
+    web = ServerInThread(config, live.async_engine, shutdown_timeout=60)
+    thread = threading.Thread(target=web.run, args=([listener],))
+    thread.start()
+    wait_until(lambda: web.started)
+    web.loop.call_soon_threadsafe(time.sleep, 0.5)
+    time.sleep(0.1)
+    with socket.create_connection(listener.getsockname()):
+        web.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_port_in_use(processes):
