@@ -14,7 +14,7 @@ demo: $(VENV)/.run $(MODEL)/model.safetensors
 	$(BIN)/python examples/01_generate.py $(MODEL)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ Nothing of the engine runs on the event loop, and nothing of asyncio in the engi
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -105,6 +106,7 @@ class AsyncEngine:
         self._streams: set[Stream] = set()
         self._thread = threading.Thread(target=self._run, name="miniserve-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread inside a kernel must not outlive the interpreter
 
     @property
     def alive(self) -> bool:
@@ -161,6 +163,7 @@ class AsyncEngine:
 
     def close(self, timeout: float = 10.0) -> None:
         """Stop stepping; requests still under way get an `EngineError`. Returns within `timeout` seconds."""
+        atexit.unregister(self.close)
         self._closing = True
         self._wake()
         self._thread.join(timeout)

@@ -59,7 +59,7 @@ def logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> l
 def uniform(seed: int, index: int) -> float:
     """The random number in [0, 1) for a request's `index`-th token."""
     digest = sha256(f"{seed} {index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+    return (int.from_bytes(digest[:8], "big") >> 11) / 2**53  # exact in float64, and below 1
 
 
 def _takes_argmax(request: Request) -> bool:
@@ -119,7 +119,8 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
             column([p.top_p for p in params]),
         )
     cumulative = _cumsum(probs.double())
-    point = column([uniform(r.seed, len(r.output_token_ids)) for r in requests]).double() * cumulative[:, -1:]
+    drawn = [[uniform(request.seed, len(request.output_token_ids))] for request in requests]
+    point = torch.tensor(drawn, dtype=torch.float64, device=logits.device) * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, point, right=True)[:, 0]
     last = logits.shape[1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)  # rounding must not pick a banned token
     return torch.minimum(token, last)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -437,3 +439,19 @@ def test_two_engines_in_one_process(async_engine, goldens, golden):
     expected = [[tokens] for _, tokens in golden]
     assert asyncio.run(run()) == [*expected, *expected, expected[0]]
     assert counts(other_engine) == IDLE
+
+
+def test_the_process_may_end_during_a_step(goldens):
+    """The thread that steps is stopped before the interpreter goes: no abort, no wait for the request's end."""
+    script = f"""
+import asyncio
+from miniserve import AsyncEngine, Engine, SamplingParams
+async_engine = AsyncEngine(Engine({str(goldens / "lckv-cla2")!r}, max_num_seqs=64))
+params = SamplingParams(n=64, max_tokens=200, ignore_eos=True)
+asyncio.run(async_engine.submit([1, 2, 3], params))
+while not async_engine.engine.stats()["running"]:
+    pass
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr

@@ -313,22 +313,18 @@ SCHEMES: dict[str, tuple[Callable[..., KVSharing], bool]] = {
 
 def _root(reads: Sequence[int], layer: int) -> int:
     """Follow `reads` from a layer to the owner it ends at."""
-    seen = [layer]
-    while reads[seen[-1]] != seen[-1]:
-        target = reads[seen[-1]]
+    while reads[layer] != layer:
+        target = reads[layer]
         if not isinstance(target, int) or not 0 <= target < len(reads):
             raise ConfigError(
-                f"kv_sharing: layer {seen[-1]} reads layer {target!r}, which does not exist; "
+                f"kv_sharing: layer {layer} reads layer {target!r}, which does not exist; "
                 f"the model has layers 0 to {len(reads) - 1}"
             )
-        if target in seen:
-            ring = " -> ".join(map(str, [*seen[seen.index(target) :], target]))
-            raise ConfigError(f"kv_sharing: the layers {ring} read each other in a ring, so none of them owns K/V")
-        if target > seen[-1]:
+        if target > layer:
             raise ConfigError(
-                f"kv_sharing: layer {seen[-1]} reads layer {target} above it. Such cyclic maps (LCKV's sandwich and "
+                f"kv_sharing: layer {layer} reads layer {target} above it. Such cyclic maps (LCKV's sandwich and "
                 "'0_20_20_...' strings) need K/V that the same pass has not made yet and are not supported; "
                 "a layer may read itself or a layer below"
             )
-        seen.append(target)
-    return seen[-1]
+        layer = target
+    return layer

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
+from miniserve.errors import UnsupportedModel
 from miniserve.kvcache.layout import KVGeometry
 from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
@@ -63,6 +64,8 @@ def llama_config(
     """The fields that all families with a Llama body store alike."""
     num_heads, num_kv_heads, head_dim = fields.heads()
     fields.choice("hidden_act", ("silu",), "silu")
+    if fields.get("partial_rotary_factor", 1) != 1:
+        raise UnsupportedModel("config.json: partial_rotary_factor must be 1; this body rotates whole heads")
     return LlamaConfig(
         **fields.common(),
         sharing=sharing,

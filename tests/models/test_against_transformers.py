@@ -393,6 +393,7 @@ def test_an_index_without_meaning(tmp_path, content):
         ({"rope_theta": "10000"}, "rope_theta"),
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"attention_bias": "false"}, "attention_bias"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"eos_token_id": "2"}, "eos_token_id"),
