@@ -7,12 +7,16 @@ The same interface for all, so that `offline.py` can alternate between engines t
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workloads import Item, workload
@@ -44,6 +48,47 @@ def miniserve(model: str, options: dict[str, str]) -> tuple[Run, int]:
         return first[0] - start, time.perf_counter() - start, sum(item.max_tokens for item in items)
 
     return run, engine.model_config.vocab_size
+
+
+def miniserve_serve(model: str, options: dict[str, str]) -> tuple[Run, int]:
+    """This project over HTTP: `miniserve serve` in a process of its own, all requests sent at once."""
+    import httpx
+
+    from miniserve.models import load_config
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "miniserve", "serve", model, "--port", str(port), "--max-model-len", str(MAX_LEN)]
+    server = subprocess.Popen([*command, "--kv-cache-memory", "2GiB", *flags])
+    atexit.register(server.terminate)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=3600, limits=httpx.Limits(max_connections=None))
+    rounds: list[list[Item]] = []
+    while True:
+        try:
+            client.get("/health").raise_for_status()
+            break
+        except httpx.HTTPError:
+            time.sleep(0.1)
+
+    def complete(item: Item) -> float:
+        """One request; returns when its first token came."""
+        body = {"prompt": item.prompt, "max_tokens": item.max_tokens, "temperature": 0, "ignore_eos": True}
+        body["cache_salt"] = str(len(rounds))  # no prefixes from the round before
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            response.raise_for_status()
+            arrived = [time.perf_counter() for _ in response.iter_raw()]
+        return arrived[0]
+
+    def run(items: list[Item]) -> tuple[float, float, int]:
+        rounds.append(items)
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(items)) as clients:
+            first = list(clients.map(complete, items))[0]
+        return first - start, time.perf_counter() - start, sum(item.max_tokens for item in items)
+
+    return run, load_config(Path(model)).vocab_size
 
 
 def vllm(model: str, options: dict[str, str]) -> tuple[Run, int]:
@@ -131,7 +176,13 @@ def llama_cpp(model: str, options: dict[str, str]) -> tuple[Run, int]:
     return run, llm.n_vocab()
 
 
-ENGINES = {"miniserve": miniserve, "vllm": vllm, "transformers": transformers, "llama-cpp": llama_cpp}
+ENGINES = {
+    "miniserve": miniserve,
+    "miniserve-serve": miniserve_serve,
+    "vllm": vllm,
+    "transformers": transformers,
+    "llama-cpp": llama_cpp,
+}
 
 
 def main() -> None:

@@ -6,8 +6,7 @@
 
     behind the cut only rows that are sampled go on:       kept          a5             c8
 
-The names are the attention kernels' argument names. A batch is an argument, never a global: whoever
-needs to know about the step has it in his signature.
+The names are the attention kernels' argument names. A batch is an argument, never a global.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ class ForwardBatch:
         """Leave all rows behind that nobody needs any more: the smaller batch, and the tensors' (T, ...) rows of it."""
         if self.kept is None or self.behind_cut is None:
             raise RuntimeError("this batch lies behind the cut already")
-        return self.behind_cut, [tensor[self.kept] for tensor in tensors]
+        everything = self.kept.shape[0] == self.token_ids.shape[0]
+        return self.behind_cut, [tensor if everything else tensor[self.kept] for tensor in tensors]
 
 
 @dataclass(frozen=True)

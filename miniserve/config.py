@@ -25,6 +25,7 @@ class EngineConfig:
     model: str = field(metadata={"help": "model folder: config.json, safetensors, tokenizer files"})
     tokenizer: str | None = _setting(None, "folder of the tokenizer, if it is not the model's")
     dtype: str = _setting("auto", "float32, bfloat16 or float16; auto: the checkpoint's if the machine is fast at it")
+    quantization: str | None = _setting(None, "int8: hold the weights of all products in 8 bits (cpu kernel set)")
     device: str = _setting("auto", "cpu or cuda; auto: cuda if there is one")
     kv_sharing: str | Sequence[int] | None = _setting(
         None, "another sharing map: none, cla:2, mlkv:3, suffix:10, yoco or one entry per layer as in 0_0_2s_2s"
@@ -43,6 +44,7 @@ class EngineConfig:
     max_waiting: int = _setting(1024, "requests that may wait; more are refused")
     enable_prefix_caching: bool = _setting(True, "reuse the K/V of prompts that begin alike")
     ops: str = _setting("auto", "kernel set: reference, cpu or cuda; auto: the best that runs here")
+    enforce_eager: bool = _setting(False, "run the model's own code in every step, never repeat a recorded one")
     seed: int = _setting(0, "seed for requests that bring none")
     max_logprobs: int = _setting(20, "most logprobs per token that a request may ask for; -1: the whole vocabulary")
     hf_overrides: Mapping[str, Any] | None = _setting(None, "fields that replace those of config.json (JSON)")
@@ -62,6 +64,8 @@ class EngineConfig:
         _at_least("seed", self.seed, -(2**63))
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r}: use auto, float32, bfloat16 or float16")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization={shorten(self.quantization)}: use int8, or leave it out")
         for name in ("device", "ops"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a name, not {shorten(getattr(self, name))}")
@@ -69,8 +73,9 @@ class EngineConfig:
             raise ConfigError(f"tokenizer must be the path of a folder, not {shorten(self.tokenizer)}")
         if self.kv_sharing is not None and not isinstance(self.kv_sharing, (str, list, tuple)):
             raise ConfigError(f"kv_sharing must be text or one layer index per layer, not {shorten(self.kv_sharing)}")
-        if type(self.enable_prefix_caching) is not bool:
-            raise ConfigError(f"enable_prefix_caching must be True or False, not {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.model_len, 1)
         if self.kv_cache_memory is not None:

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from miniserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+Params = SamplingParams | Sequence[SamplingParams] | None
+
 
 class Engine:
     """Serve a model folder from Python: `Engine(model, **settings)`, the settings being those of `EngineConfig`.
@@ -59,7 +62,7 @@ class Engine:
         folder = Path(config.model)
         self.model_config = load_config(folder, kv_sharing=config.kv_sharing, overrides=config.hf_overrides)
         self.device = pick_device(config.device)
-        self.ops = load_ops(config.ops, self.device, config.dtype)
+        self.ops = load_ops(config.ops, self.device, config.dtype, config.quantization)
         self.dtype = pick_dtype(
             config.dtype, self.model_config.dtype, self.device, widens_bfloat16=self.ops.widens_bfloat16
         )
@@ -73,15 +76,17 @@ class Engine:
             block_size_multiple=self.ops.block_size_multiple,
         )
         num_pages = pool_pages(config, self.layout, self.max_model_len, self.device)
-        self.model = load_model(
-            folder,
-            self.model_config,
-            self.ops,
-            dtype=self.dtype,
-            device=self.device,
-            max_model_len=self.max_model_len,
-            show_progress=sys.stderr.isatty(),
-        )
+        with ThreadPoolExecutor(1) as aside:  # what the tokenizer imports takes as long as the weights
+            tokenizer = aside.submit(Tokenizer.of_model, folder, config.tokenizer)
+            self.model = load_model(
+                folder,
+                self.model_config,
+                self.ops,
+                dtype=self.dtype,
+                device=self.device,
+                max_model_len=self.max_model_len,
+                show_progress=sys.stderr.isatty(),
+            )
         self.kv_pool = KVPool(self.layout, num_pages, dtype=self.dtype, device=self.device)
         self.block_manager = BlockManager(self.layout, num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -93,7 +98,7 @@ class Engine:
         fits = self.layout.max_request_tokens(num_pages)
         # The last token sampled is never read, so it needs no slot.
         self.max_total_tokens = self.max_model_len if fits is None else min(self.max_model_len, fits + 1)
-        self.tokenizer = Tokenizer.of_model(folder, config.tokenizer)
+        self.tokenizer = tokenizer.result()
         self.intake = Intake(
             tokenizer=self.tokenizer,
             vocab_size=self.model_config.vocab_size,
@@ -118,7 +123,7 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -136,7 +141,7 @@ class Engine:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -253,14 +258,14 @@ class Engine:
     def _compute(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         """Batch, model and sampler: one token for each scheduled request that samples."""
         batch, plan = batches.build(scheduled, self.block_manager, self.device)
-        hidden = self.model(batch, self.kv_pool)  # (T', H)
+        hidden = self.ops.run(self.model, batch, self.kv_pool, eager=self.config.enforce_eager)  # (T', H)
         logits = self.model.logits(hidden[plan.rows])  # (R, V)
         for rows in plan.prompt:
             self._add_prompt_logprobs(rows, logits)
         requests = [item.request for item in scheduled if item.samples]
         if not requests:
             return []
-        sampled = logits[plan.sampled]  # (S', V)
+        sampled = logits[plan.sampled] if plan.prompt else logits  # (S', V)
         tokens = sampling.sample(sampled, requests, self.ops.argmax)
         self._add_logprobs(requests, sampled, tokens)
         return tokens
@@ -343,12 +348,7 @@ class Engine:
 
     # ---------------------------------------------------------------- taking requests in
 
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
+    def _run(self, prompts: Sequence[Prompt], sampling_params: Params, use_tqdm: bool) -> list[RequestOutput]:
         """Serve many prompts to the end."""
         params = one_each(prompts, sampling_params)
         done: dict[str, RequestOutput] = {}

@@ -220,6 +220,7 @@ def test_the_engine_reports_what_plan_promises(plan, folder, settings):
 VALUES: dict[str, tuple[str, Any]] = {
     "tokenizer": ("some/folder", "some/folder"),
     "dtype": ("bfloat16", "bfloat16"),
+    "quantization": ("int8", "int8"),
     "device": ("cpu", "cpu"),
     "kv_sharing": ("cla:2", "cla:2"),
     "kv_cache_memory": ("4MiB", "4MiB"),
@@ -229,6 +230,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "max_num_batched_tokens": ("8k", 8000),
     "max_waiting": ("5", 5),
     "enable_prefix_caching": ("false", False),
+    "enforce_eager": ("true", True),
     "ops": ("reference", "reference"),
     "seed": ("-3", -3),
     "max_logprobs": ("-1", -1),
@@ -272,8 +274,8 @@ COMMANDS = {"generate": ("generate", "M", "-p", "a"), "serve": ("serve", "M")}
 def test_every_setting_is_a_flag(settings_of, command):
     assert settings_of(*COMMANDS[command]) == DEFAULTS
     for name, (text, value) in VALUES.items():
-        flag = "--" + name.replace("_", "-")
-        flags = ("--no-enable-prefix-caching",) if value is False else (flag, text)
+        flag = ("--no-" if value is False else "--") + name.replace("_", "-")
+        flags = (flag,) if isinstance(value, bool) else (flag, text)
         assert settings_of(*COMMANDS[command], *flags) == DEFAULTS | {name: value}
 
 

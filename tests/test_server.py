@@ -1072,39 +1072,39 @@ def test_a_prompt_that_the_pool_can_never_hold(goldens, tokenizer_folder, golden
         live.check_golden(golden)
 
 
-class FailingModel:
-    """The model, except that its `step`-th step raises."""
+class FailingRun:
+    """A kernel set's `run`, except that the `step`-th step raises."""
 
-    def __init__(self, model: Any, step: int, error: BaseException) -> None:
-        self.logits, self._model, self._left, self._error = model.logits, model, step, error
+    def __init__(self, run: Any, step: int, error: BaseException) -> None:
+        self._run, self._left, self._error = run, step, error
 
-    def __call__(self, batch, kv_pool):
+    def __call__(self, *arguments, **more):
         self._left -= 1
         if self._left == 0:
             raise self._error
-        return self._model(batch, kv_pool)
+        return self._run(*arguments, **more)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("secret /path"), MemoryError()], ids=lambda error: type(error).__name__)
 def test_a_step_that_fails(live, golden, monkeypatch, error):
     """A stream ends with an error event and [DONE]; a whole answer is a 500. Nothing of the cause gets out."""
     body = golden.request(0, max_tokens=200)
-    monkeypatch.setattr(live.engine, "model", FailingModel(live.engine.model, 100, error))
+    monkeypatch.setattr(live.engine.ops, "run", FailingRun(live.engine.ops.run, 100, error))
     *chunks, last = live.stream(**body)
     assert chunks and all("error" not in chunk for chunk in chunks)
     assert last["error"]["type"] == "server_error" and "secret" not in str(last)
-    monkeypatch.setattr(live.engine, "model", FailingModel(live.engine.model, 5, error))
+    monkeypatch.setattr(live.engine.ops, "run", FailingRun(live.engine.ops.run, 5, error))
     assert "secret" not in check_refused(live.post(**body), None, 500, "engine_error")["message"]
     live.check_golden(golden)
 
 
 def test_openai_raises_on_a_step_that_fails(live, golden, monkeypatch):
     client = openai.OpenAI(base_url=f"{live.http.base_url}/v1", api_key="none", max_retries=0)
-    monkeypatch.setattr(live.engine, "model", FailingModel(live.engine.model, 5, RuntimeError()))
+    monkeypatch.setattr(live.engine.ops, "run", FailingRun(live.engine.ops.run, 5, RuntimeError()))
     with pytest.raises(openai.APIError):
         for _ in client.completions.create(model="tiny", prompt=golden.prompts[0], max_tokens=200, stream=True):
             pass
-    monkeypatch.setattr(live.engine, "model", FailingModel(live.engine.model, 5, RuntimeError()))
+    monkeypatch.setattr(live.engine.ops, "run", FailingRun(live.engine.ops.run, 5, RuntimeError()))
     with pytest.raises(openai.InternalServerError):
         client.completions.create(model="tiny", prompt=golden.prompts[0], max_tokens=200)
 

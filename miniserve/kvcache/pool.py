@@ -45,7 +45,8 @@ class KVPool:
         self.num_pages = num_pages
         page_elements = layout.page_bytes // layout.itemsize
         try:
-            self.arena = torch.zeros(num_pages, page_elements, dtype=dtype, device=device)
+            # Not zeros: so the system hands out memory only as it is written, and nobody reads before that.
+            self.arena = torch.empty(num_pages, page_elements, dtype=dtype, device=device)
         except RuntimeError as error:
             raise ConfigError(f"kv_cache_memory: {num_pages} pages do not fit on {device}; lower it") from error
         self.groups = tuple(self._view(g) for g in range(len(layout.groups)))

@@ -120,15 +120,15 @@ class Attention:
         self.dense = linear(weights, ops, f"{name}.dense", hidden, q_size, bias=bias)
 
     def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
-        """x (T, H) -> q (T, Hq, D), rotated. An owner writes k, v, with k un-rotated if readers want it so."""
+        """x (T, H) -> q (T, Hq, D). An owner writes k, v, with k un-rotated if readers want it so."""
         q = self._heads(self.ops.linear(x, self.query))
         if self.owns:
             k, v = self._heads(self._stages(x, self.key)), self._heads(self._stages(x, self.value))
             written = rotation if self.config.rotate_shared_keys else None
             self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, written)
-        return self.ops.rotate(q, rotation)
+        return q
 
-    def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+    def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """q (T, Hq, D) -> residual + attention over the group's memory, (T, H)."""
         rotate_on_read = self.owns and not self.config.rotate_shared_keys
         out = self.ops.attend(
@@ -136,6 +136,7 @@ class Attention:
             kv_pool.of_layer(self.layer),
             batch,
             scale=self.scale,
+            rotation=rotation,
             window=self.config.sharing.windows[self.layer],
             key_rotary=self.rotary if rotate_on_read else None,
         )
@@ -191,9 +192,9 @@ class Layer:
         normed = self.ops.layer_norm(x, *self.input_norm, self.config.layer_norm_eps)
         return self.attention.project(normed, batch, kv_pool, rotation)
 
-    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """q (T, Hq, D), x (T, H) -> x + attention + MLP, (T, H)."""
-        after = self.attention.attend(q, x, batch, kv_pool)  # x + attention
+        after = self.attention.attend(q, x, batch, kv_pool, rotation)  # x + attention
         mlp_input = x if self.config.parallel_residual else after
         normed = self.ops.layer_norm(mlp_input, *self.mlp_norm, self.config.layer_norm_eps)
         return self.ops.linear(self.ops.activated_linear(normed, self.up, self.config.activation), self.down, after)
@@ -221,7 +222,7 @@ class Model:
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
         """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
         x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        return run_layers(self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
+        return run_layers(self.ops, self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, H) -> logits (R, V), float32."""

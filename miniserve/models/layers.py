@@ -17,34 +17,40 @@ from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields
-from miniserve.ops import Ops, RotaryEmbedding, Rotation
+from miniserve.ops import Norm, Ops, RotaryEmbedding, Rotation
 
 
 class Layer(Protocol):
     """A decoder layer in two halves, with the cut between them."""
 
     def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
-        """x (T, H) -> q (T, Hq, D). An owner writes the rows' K/V to its group's memory."""
+        """x (T, H) -> q (T, Hq, D), not rotated yet. An owner writes the rows' K/V to its group's memory."""
 
-    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """q (T, Hq, D), x (T, H) -> the layer's output (T, H), from attention over the group's memory on."""
 
 
 def run_layers(
-    layers: Sequence[Layer], x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotary: RotaryEmbedding, cut: int
+    ops: Ops,
+    layers: Sequence[Layer],
+    x: Tensor,
+    batch: ForwardBatch,
+    kv_pool: KVPool,
+    rotary: RotaryEmbedding,
+    cut: int,
 ) -> Tensor:
     """x (T, H) through all layers -> the hidden states of `batch.behind_cut`, (T', H).
 
     Once the last owner (layer `cut`) has written its K/V, no token needs the others' hidden states any more: only
     rows whose logits are wanted go on.
     """
-    rotation = rotary(batch.positions)
+    rotation = ops.angles(rotary, batch.positions)
     for i, layer in enumerate(layers):
         q = layer.project(x, batch, kv_pool, rotation)
         if i == cut:
             batch, (x, q) = batch.cut(x, q)
-            rotation = rotary(batch.positions)
-        x = layer.finish(q, x, batch, kv_pool)
+            rotation = ops.angles(rotary, batch.positions)
+        x = layer.finish(q, x, batch, kv_pool, rotation)
     return x
 
 
@@ -60,6 +66,11 @@ def ignore_reader_kv(weights: Checkpoint, sharing: KVSharing, layer_name: str, n
     readers = [str(i) for i in range(sharing.num_layers) if not sharing.owns(i)]
     if readers:
         weights.ignore(rf"^{re.escape(layer_name)}\.({'|'.join(readers)})\.({names})\.", "K/V of reader layers")
+
+
+def rms_norm(weights: Checkpoint, name: str, size: int, eps: float) -> Norm:
+    """Take `name`.weight as an RMSNorm."""
+    return Norm(weights.take(f"{name}.weight", (size,)), eps)
 
 
 def linear(weights: Checkpoint, ops: Ops, name: str, out_features: int, in_features: int, *, bias: bool = False) -> Any:

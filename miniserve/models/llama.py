@@ -27,12 +27,13 @@ from miniserve.models.layers import (
     ignore_reader_kv,
     linear,
     output_head,
+    rms_norm,
     rope_fields,
     rotary_embedding,
     run_layers,
     stacked_linear,
 )
-from miniserve.ops import Ops, Rotation
+from miniserve.ops import Norm, Ops, Rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,59 +91,56 @@ class Attention:
 
     def __init__(self, config: LlamaConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
         self.config, self.layer, self.ops = config, layer, ops
-        self.owns = config.sharing.owns(layer)
-        self.scale = config.head_dim**-0.5
+        self.owns, self.scale = config.sharing.owns(layer), config.head_dim**-0.5
         name, head, hidden = f"model.layers.{layer}.self_attn", config.head_dim, config.hidden_size
         q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
         sizes = {f"{name}.q_proj": q_size}
         if self.owns:
             sizes |= {f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self.qkv_proj = stacked_linear(weights, ops, sizes, hidden, bias=config.qkv_bias)
         self.o_proj = linear(weights, ops, f"{name}.o_proj", hidden, q_size, bias=config.output_bias)
-        self.q_norm = weights.take_optional(f"{name}.q_norm.weight", (head,), config.qk_norm)
-        self.k_norm = weights.take_optional(f"{name}.k_norm.weight", (head,), config.qk_norm and self.owns)
+        eps = config.rms_norm_eps
+        self.q_norm = rms_norm(weights, f"{name}.q_norm", head, eps) if config.qk_norm else None
+        self.k_norm = rms_norm(weights, f"{name}.k_norm", head, eps) if config.qk_norm and self.owns else None
 
-    def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
-        """x (T, H) -> q (T, Hq, D), rotated. An owner writes the rows' k, v to the group's memory."""
-        heads = self.ops.linear(x, self.qkv_proj).unflatten(-1, (-1, self.config.head_dim))  # (T, Hq + 2 Hkv, D)
-        q = self._normed(heads[:, : self.config.num_heads], self.q_norm)
-        if self.owns:
-            k, v = heads[:, self.config.num_heads :].chunk(2, dim=1)  # (T, Hkv, D) each
-            k = self._normed(k, self.k_norm)
-            self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, rotation)
-        return self.ops.rotate(q, rotation)
+    def project(self, x: Tensor, norm: Norm, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+        """x (T, H), normed first -> q (T, Hq, D). An owner writes the rows' k, v to the group's memory, k rotated."""
+        heads = self.ops.linear(x, self.qkv_proj, norm=norm).unflatten(-1, (-1, self.config.head_dim))
+        if not self.owns:
+            return self.ops.normed(heads, self.q_norm)
+        q, k, v = heads.split(self.sizes, dim=1)  # (T, Hq, D) and twice (T, Hkv, D)
+        self.ops.write_kv(self.ops.normed(k, self.k_norm), v, kv_pool.of_layer(self.layer), batch, rotation)
+        return self.ops.normed(q, self.q_norm)
 
-    def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+    def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """q (T, Hq, D) -> residual + attention over the group's memory, (T, H)."""
-        window = self.config.sharing.windows[self.layer]
-        out = self.ops.attend(q, kv_pool.of_layer(self.layer), batch, scale=self.scale, window=window)
+        memory, window = kv_pool.of_layer(self.layer), self.config.sharing.windows[self.layer]
+        out = self.ops.attend(q, memory, batch, scale=self.scale, rotation=rotation, window=window)
         return self.ops.linear(out.flatten(1), self.o_proj, residual)
-
-    def _normed(self, heads: Tensor, weight: Tensor | None) -> Tensor:
-        return heads if weight is None else self.ops.rms_norm(heads, weight, self.config.rms_norm_eps)
 
 
 class Layer:
     """Two norms, attention, gated MLP."""
 
     def __init__(self, config: LlamaConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
-        self.eps, self.ops = config.rms_norm_eps, ops
+        self.ops = ops
         name, hidden, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
         gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
-        self.input_norm = weights.take(f"{name}.input_layernorm.weight", (hidden,))
+        self.input_norm = rms_norm(weights, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
         self.attention = Attention(config, layer, weights, ops)
-        self.mlp_norm = weights.take(f"{name}.post_attention_layernorm.weight", (hidden,))
+        self.mlp_norm = rms_norm(weights, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
         self.gate_up = gated_linear(weights, ops, gate, up, inner, hidden, bias=config.mlp_bias)
         self.down = linear(weights, ops, f"{name}.mlp.down_proj", hidden, inner, bias=config.mlp_bias)
 
     def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """x (T, H) -> q (T, Hq, D); K/V of an owner are written."""
-        return self.attention.project(self.ops.rms_norm(x, self.input_norm, self.eps), batch, kv_pool, rotation)
+        return self.attention.project(x, self.input_norm, batch, kv_pool, rotation)
 
-    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+    def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """q (T, Hq, D), x (T, H) -> x + attention + MLP, (T, H)."""
-        x = self.attention.attend(q, x, batch, kv_pool)
-        inner = self.ops.gated_linear(self.ops.rms_norm(x, self.mlp_norm, self.eps), self.gate_up, "silu")
+        x = self.attention.attend(q, x, batch, kv_pool, rotation)
+        inner = self.ops.gated_linear(x, self.gate_up, "silu", norm=self.mlp_norm)
         return self.ops.linear(inner, self.down, residual=x)
 
 
@@ -153,7 +151,7 @@ class Model:
         self.config, self.ops = config, ops
         self.embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self.layers = [Layer(config, i, weights, ops) for i in range(config.sharing.num_layers)]
-        self.norm = weights.take("model.norm.weight", (config.hidden_size,))
+        self.norm = rms_norm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.lm_head = output_head(weights, ops, "lm_head.weight", self.embedding, tied=config.tie_word_embeddings)
         ignore_reader_kv(weights, config.sharing, "model.layers", r"self_attn\.(k_proj|v_proj|k_norm)")
         weights.ignore(r"rotary_emb\.inv_freq$")
@@ -164,8 +162,8 @@ class Model:
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
         """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
         x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        return run_layers(self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
+        return run_layers(self.ops, self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, H) -> logits (R, V), float32."""
-        return self.ops.head(self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.lm_head)
+        return self.ops.head(hidden, self.lm_head, norm=self.norm)

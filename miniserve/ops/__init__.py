@@ -7,18 +7,20 @@ import logging
 import torch
 
 from miniserve.errors import ConfigError
-from miniserve.ops.interface import Activation, Ops, RotaryEmbedding, Rotation
+from miniserve.ops.interface import Activation, Norm, Ops, RotaryEmbedding, Rotation
 from miniserve.ops.native import BuildError, load_library
 
-__all__ = ["Activation", "Ops", "RotaryEmbedding", "Rotation", "load_ops"]
+__all__ = ["Activation", "Norm", "Ops", "RotaryEmbedding", "Rotation", "load_ops"]
 
 log = logging.getLogger(__name__)
 
 KERNEL_SETS = ("reference", "cpu", "cuda")
 
 
-def load_ops(name: str, device: torch.device, dtype: str = "auto") -> Ops:
+def load_ops(name: str, device: torch.device, dtype: str = "auto", quantization: str | None = None) -> Ops:
     """The kernel set called `name`, or for `auto` the best one that runs on the device and in this dtype.
+
+    `quantization` "int8" makes it hold the weights of all products so; only the `cpu` set can.
 
     Raises:
         ConfigError: there is no such set, or it cannot run here.
@@ -28,8 +30,11 @@ def load_ops(name: str, device: torch.device, dtype: str = "auto") -> Ops:
     best = device.type if device.type in KERNEL_SETS else "reference"
     chosen = best if name == "auto" else name
     obstacle = _obstacle(chosen, device, dtype)
+    if quantization is not None and (chosen != "cpu" or obstacle is not None):
+        reason = obstacle or f"the {chosen} set has no such kernels"
+        raise ConfigError(f"quantization={quantization!r}: only the cpu set holds quantised weights, but {reason}")
     if obstacle is None:
-        return _load(chosen)
+        return _load(chosen, quantization)
     if name != "auto":
         raise ConfigError(f"ops={name!r}: {obstacle}")
     log.warning("the slower reference kernels are used, not the %s set: %s", chosen, obstacle)
@@ -47,12 +52,12 @@ def _obstacle(name: str, device: torch.device, dtype: str) -> str | None:
     return None
 
 
-def _load(name: str) -> Ops:
+def _load(name: str, quantization: str | None = None) -> Ops:
     """Only the set that is used is imported."""
     if name == "cpu":
         from miniserve.ops.cpu import CpuOps
 
-        return CpuOps()
+        return CpuOps(quantization=quantization)
     if name == "cuda":
         from miniserve.ops.cuda import CudaOps
 

@@ -9,37 +9,28 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
-from miniserve.kvcache.pool import GroupMemory
-from miniserve.ops.interface import Activation, Ops, RotaryEmbedding, Rotation
+from miniserve.kvcache.pool import GroupMemory, KVPool
+from miniserve.ops import abi, replay
+from miniserve.ops.interface import Activation, Norm, Ops, RotaryEmbedding, Rotation
 from miniserve.ops.native import FLAGS, load_library
 
 PANEL = 32  # outputs of a weight panel, as in csrc/matmul.h
 _LANES = 16
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_PACK = {torch.float32: 1, torch.bfloat16: 2}
+_MOST_DESCRIBED = 256
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_PACK = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
-
-_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-_SIGNATURES = {
-    "pool_new": ([_I], _P),
-    "pool_delete": ([_P], None),
-    "pack": ([_P, _I, _P, _I, _N, _N, _I, _P], None),
-    "linear": ([_P, _I, _P, _N, _N, _N, _P, _N, _P, _P, _N, _I, _I, _P, _N, _N], None),
-    "rms_norm": ([_P, _P, _N, _N, _N, _N, _P, _F, _P], None),
-    "layer_norm": ([_P, _P, _N, _N, _N, _N, _P, _P, _F, _P], None),
-    "rotate": ([_P, _P, _N, _N, _N, _N, _P, _P, _N, _P], None),
-    "write_kv": ([_P, _I, _P, _N, _P, _N, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N], None),
-    "attend": ([_P, _I, _P, _N, _N, _P, _P, _N, _N, _N, _N, _N, _P, _P, _N, _P, _N, _F, _N, _F, _P, _P, _N, _P], None),
-    "argmax": ([_P, _P, _N, _N, _N, _P], None),
-}
 
 
 @dataclass(frozen=True)
@@ -47,17 +38,18 @@ class Packed:
     """A weight in panels (see csrc/matmul.h), with its bias in the same order."""
 
     panels: Tensor  # (num_panels, steps, 32, kPack), flat
-    num_panels: int
-    outputs: int
-    inputs: int
+    scales: Tensor | None  # of int8 weights: one per output
     bias: Tensor | None
-    gated: bool
+    twin: Any  # abi.Weight, with the addresses of the above
+    address: int  # of the twin
+    outputs: int
 
 
 class CpuOps(Ops):
     """Own kernels for float32 and bfloat16. Inputs may be views: rows any distance apart, each row dense.
 
-    `flags` are the compiler's; other than the default ones are for tests.
+    With `quantization` "int8" products hold 8-bit weights with a scale per output, and quantise each row of their
+    input by its own scale. `flags` are the compiler's; other than the default ones are for tests.
 
     Raises:
         BuildError: they cannot be built here.
@@ -66,22 +58,56 @@ class CpuOps(Ops):
     block_size_multiple = _LANES
     widens_bfloat16 = True
 
-    def __init__(self, num_threads: int | None = None, flags: tuple[str, ...] = FLAGS) -> None:
+    def __init__(
+        self, num_threads: int | None = None, flags: tuple[str, ...] = FLAGS, quantization: str | None = None
+    ) -> None:
+        self._quantize = quantization == "int8"
+        self._twins: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._recording: replay.Program | None = None
+        self._programs: OrderedDict[Hashable, replay.Program] = OrderedDict()
+        self._workspace = replay.Workspace()
         library = load_library(flags)
-        for name, (argument_types, result_type) in _SIGNATURES.items():
+        for name, (argument_types, result_type) in abi.SIGNATURES.items():
             function = getattr(library, f"miniserve_{name}")
             function.argtypes, function.restype = argument_types, result_type
         pool = ctypes.c_void_p(library.miniserve_pool_new(num_threads or torch.get_num_threads()))
         # Not at exit too: a daemon thread may be in a kernel then, and sleeping helpers end with the process.
         weakref.finalize(self, library.miniserve_pool_delete, pool).atexit = False
-        self._pack = partial(library.miniserve_pack, pool)
-        self._linear = partial(library.miniserve_linear, pool)
-        self._rms_norm = partial(library.miniserve_rms_norm, pool)
-        self._layer_norm = partial(library.miniserve_layer_norm, pool)
-        self._rotate = partial(library.miniserve_rotate, pool)
-        self._write_kv = partial(library.miniserve_write_kv, pool)
-        self._attend = partial(library.miniserve_attend, pool)
-        self._argmax = partial(library.miniserve_argmax, pool)
+        self._pack, self._argmax = partial(library.miniserve_pack, pool), partial(library.miniserve_argmax, pool)
+        self._run_calls = partial(library.miniserve_run, pool)
+        functions = {name: getattr(library, f"miniserve_{name}") for name in abi.OPERATIONS}
+        self._functions = {name: partial(function, pool) for name, function in functions.items()}
+        self._addresses = {
+            name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in functions.items()
+        }
+
+    def run(
+        self, model: Callable[[ForwardBatch, KVPool], Tensor], batch: ForwardBatch, kv_pool: KVPool, *, eager: bool
+    ) -> Tensor:
+        """See `Ops.run`: decode steps are recorded the first time and repeated from then on (`replay.py`)."""
+        key = None if eager else replay.key_of(model, batch, kv_pool)
+        if key is None:
+            return model(batch, kv_pool)
+        program = self._programs.get(key)
+        if program is None:
+            return self._record(key, model, batch, kv_pool)
+        self._programs.move_to_end(key)
+        program.fill(batch)
+        self._run_calls(ctypes.addressof(program.array), len(program.array))
+        return program.result()
+
+    def _record(
+        self, key: Hashable, model: Callable[[ForwardBatch, KVPool], Tensor], batch: ForwardBatch, kv_pool: KVPool
+    ) -> Tensor:
+        self._recording = program = replay.program_for(model, batch, kv_pool)
+        try:
+            program.finish(model(program.batch, kv_pool))
+        finally:
+            self._recording = None
+        self._programs[key] = program
+        if len(self._programs) > replay.MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program.result()
 
     def vector_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Norm weights and biases meet float32 activations."""
@@ -95,47 +121,52 @@ class CpuOps(Ops):
         """See `Ops.pack_gated`: panels of 16 gates beside their 16 ups."""
         return self._packed(weight, bias, gated=True)
 
-    def linear(self, x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: Packed, residual: Tensor | None = None, *, norm: Norm | None = None) -> Tensor:
         """See `Ops.linear`."""
-        return self._product(x, packed, None, residual)
+        return self._product(x, packed, None, norm, residual)
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: Activation) -> Tensor:
         """See `Ops.activated_linear`."""
         return self._product(x, packed, activation)
 
-    def gated_linear(self, x: Tensor, packed: Packed, activation: Activation) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: Packed, activation: Activation, *, norm: Norm | None = None) -> Tensor:
         """See `Ops.gated_linear`."""
-        return self._product(x, packed, activation)
+        return self._product(x, packed, activation, norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
-        y = torch.empty(x.shape)
-        self._rms_norm(*_rows(x), weight.data_ptr(), eps, y.data_ptr())
-        return y
+        return self._on_rows("rms_norm", x, weight=weight.data_ptr(), eps=eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """See `Ops.layer_norm`."""
-        y = torch.empty(x.shape)
-        self._layer_norm(*_rows(x), weight.data_ptr(), bias.data_ptr(), eps, y.data_ptr())
-        return y
+        return self._on_rows("layer_norm", x, weight=weight.data_ptr(), bias=bias.data_ptr(), eps=eps)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """See `Ops.rotate`."""
-        y = torch.empty(x.shape)
-        self._rotate(*_rows(x), *_angles(rotation), y.data_ptr())
-        return y
+        twin = self._twin(rotation, _rotation_twin)
+        return self._on_rows("rotate", x, twin, rotation=twin.address)
+
+    def angles(self, rotary: RotaryEmbedding, positions: Tensor) -> Rotation:
+        """See `Ops.angles`."""
+        rows, half = positions.shape[0], rotary.inv_freq.shape[0]
+        rotation = Rotation(self._empty(rows, half), self._empty(rows, half))
+        addresses = (x.data_ptr() for x in (positions, rotary.inv_freq, rotation.cos, rotation.sin))
+        self._call("angles", abi.AngleArguments(*addresses, rows, half, rotary.attention_factor))
+        return rotation
 
     def write_kv(
         self, k: Tensor, v: Tensor, memory: GroupMemory, batch: ForwardBatch, rotation: Rotation | None
     ) -> None:
         """See `Ops.write_kv`."""
-        slots = batch.slot_mapping[memory.retention_class]
-        cos, sin, half = (0, 0, 0) if rotation is None else _angles(rotation)
-        self._write_kv(
-            _DTYPES[memory.k.dtype],
-            *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0]),
-            *(slots.data_ptr(), cos, sin, half),
-            *_memory_arguments(memory),
+        twins = self._memory_and_requests(memory, batch)
+        angles = self._twin(rotation, _rotation_twin)
+        self._call(
+            "write_kv",
+            abi.WriteArguments(
+                *(twins[0].address, twins[1].address, k.data_ptr(), v.data_ptr(), angles and angles.address),
+                *(k.stride(0), v.stride(0)),
+            ),
+            *(*twins, angles),
         )
 
     def attend(
@@ -145,36 +176,39 @@ class CpuOps(Ops):
         batch: ForwardBatch,
         *,
         scale: float,
+        rotation: Rotation | None = None,
         window: int | None = None,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
         """See `Ops.attend`."""
-        out = torch.empty(q.shape[0], q.shape[1], memory.v.shape[-1])
-        table = batch.block_tables[memory.retention_class]
-        cos, sin, half, angles = 0, 0, 0, None
-        if key_rotary is not None:  # a table of all positions, to whole blocks
-            angles = key_rotary(torch.arange(-(-batch.max_seqlen_k // _LANES) * _LANES))
-            cos, sin, half = _angles(angles)
-        self._attend(
-            _DTYPES[memory.k.dtype],
-            *(q.data_ptr(), q.stride(0), q.shape[1]),
-            *_memory_arguments(memory),
-            *(batch.cu_seqlens_q.data_ptr(), batch.seqused_k.data_ptr(), table.shape[0]),
-            *(table.data_ptr(), table.shape[1]),
-            *(scale, window or 0, softcap or 0.0),
-            *(cos, sin, half),
-            out.data_ptr(),
+        out = self._empty(q.shape[0], q.shape[1], memory.v.shape[-1])
+        key_rotation = None  # of all positions, to whole blocks
+        if key_rotary is not None:
+            key_rotation = key_rotary(torch.arange(-(-batch.max_seqlen_k // _LANES) * _LANES))
+        twins = self._memory_and_requests(memory, batch)
+        angles, key_angles = self._twin(rotation, _rotation_twin), self._twin(key_rotation, _rotation_twin)
+        self._call(
+            "attend",
+            abi.AttendArguments(
+                *(twins[0].address, twins[1].address, q.data_ptr()),
+                *(angles and angles.address, key_angles and key_angles.address, out.data_ptr()),
+                *(q.stride(0), q.shape[1], window or 0, scale, softcap or 0.0),
+            ),
+            *(*twins, angles, key_angles, key_rotation),
         )
         return out
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """See `Ops.embed`; float32, as all activations."""
-        return F.embedding(token_ids, table).float()
+        y = self._empty(token_ids.shape[0], table.shape[1])
+        addresses = token_ids.data_ptr(), table.data_ptr(), y.data_ptr()
+        self._call("embed", abi.EmbedArguments(*addresses, *y.shape, _DTYPES[table.dtype]))
+        return y
 
-    def head(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def head(self, hidden: Tensor, packed: Packed, *, norm: Norm | None = None) -> Tensor:
         """See `Ops.head`."""
-        return self._product(hidden, packed, None)
+        return self._product(hidden, packed, None, norm)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See `Ops.argmax`."""
@@ -187,26 +221,86 @@ class CpuOps(Ops):
         rows, inputs = weight.shape
         outputs = rows // 2 if gated else rows
         num_panels = -(-outputs // (_LANES if gated else PANEL))
-        pack = _PACK[weight.dtype]
-        panels = torch.empty(num_panels * PANEL * -(-inputs // pack) * pack, dtype=weight.dtype)
+        dtype = torch.int8 if self._quantize else weight.dtype
+        panels = torch.empty(num_panels * PANEL * -(-inputs // _PACK[dtype]) * _PACK[dtype], dtype=dtype)
+        scales = torch.empty(num_panels * PANEL) if self._quantize else None
         is_bfloat16 = int(weight.dtype == torch.bfloat16)
-        self._pack(_DTYPES[weight.dtype], weight.data_ptr(), is_bfloat16, rows, inputs, int(gated), panels.data_ptr())
-        return Packed(panels, num_panels, outputs, inputs, _panel_order(bias, num_panels, gated), gated)
+        self._pack(
+            *(_DTYPES[dtype], weight.data_ptr(), is_bfloat16, rows, inputs, int(gated)),
+            *(panels.data_ptr(), _address(scales)),
+        )
+        bias = _panel_order(bias, num_panels, gated)
+        addresses = panels.data_ptr(), _address(scales), _address(bias)
+        twin = abi.Weight(*addresses, num_panels, inputs, outputs, _DTYPES[dtype], gated)
+        return Packed(panels, scales, bias, twin, ctypes.addressof(twin), outputs)
 
     def _product(
-        self, x: Tensor, packed: Packed, activation: Activation | None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        packed: Packed,
+        activation: Activation | None,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        y = torch.empty(x.shape[0], packed.outputs)
-        self._linear(
-            _DTYPES[packed.panels.dtype],
-            *(x.data_ptr(), x.stride(0), x.shape[0], packed.inputs),
-            *(packed.panels.data_ptr(), packed.num_panels),
-            0 if packed.bias is None else packed.bias.data_ptr(),
-            *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
-            *(_ACTIVATIONS[activation], packed.gated),
-            *(y.data_ptr(), packed.outputs, packed.outputs),
+        y = self._empty(x.shape[0], packed.outputs)
+        weight, eps = (None, 0.0) if norm is None else norm
+        arguments = abi.LinearArguments(
+            *(packed.address, x.data_ptr(), _address(weight), _address(residual), y.data_ptr()),
+            *(x.stride(0), x.shape[0], 0 if residual is None else residual.stride(0), eps, _ACTIVATIONS[activation]),
         )
+        self._call("linear", arguments)
         return y
+
+    def _on_rows(self, operation: str, x: Tensor, *held: Any, **more: Any) -> Tensor:
+        """An operation on each row of x (T, H), or on each head of x (T, heads, D)."""
+        y = self._empty(*x.shape)
+        sizes = {"x_stride": x.stride(0), "rows": x.shape[0], "heads": x.shape[1] if x.dim() == 3 else 1}
+        arguments = abi.RowArguments(x=x.data_ptr(), y=y.data_ptr(), dim=x.shape[-1], **sizes, **more)
+        self._call(operation, arguments, *held)
+        return y
+
+    def _call(self, operation: str, arguments: Any, *held: Any) -> None:
+        """Run an operation now, and record it if a step is being recorded. `held` is what the arguments point to,
+        unless the model, the pool or the batch hold it."""
+        self._functions[operation](ctypes.byref(arguments))
+        if self._recording is not None:
+            self._recording.add(self._addresses[operation], arguments, held)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape) if self._recording is None else self._workspace.take(shape)
+
+    def _memory_and_requests(self, memory: GroupMemory, batch: ForwardBatch) -> tuple[Any, Any]:
+        requests = self._twin(batch, partial(_requests_twin, memory.retention_class), memory.retention_class)
+        return self._twin(memory, _memory_twin), requests
+
+    def _twin(self, thing: Any, make: Callable[[Any], Any], index: int = 0) -> Any:
+        """A thing's struct. All layers of a step ask for the same few: they are kept for a while."""
+        if thing is None:
+            return None
+        found = self._twins.get((id(thing), index))
+        if found is None or found[0] is not thing:
+            if len(self._twins) >= _MOST_DESCRIBED:
+                self._twins.clear()
+            found = self._twins[id(thing), index] = thing, make(thing)
+            found[1].address = ctypes.addressof(found[1])
+        return found[1]
+
+
+def _memory_twin(memory: GroupMemory) -> Any:
+    _, block_size, kv_heads, key_dim = memory.k.shape
+    addresses = memory.k.data_ptr(), memory.v.data_ptr()
+    sizes = block_size, kv_heads, key_dim, memory.v.shape[-1]
+    return abi.Memory(*addresses, memory.k.stride(0), *sizes, _DTYPES[memory.k.dtype])
+
+
+def _requests_twin(retention_class: int, batch: ForwardBatch) -> Any:
+    table, slots = batch.block_tables[retention_class], batch.slot_mapping[retention_class]
+    addresses = [x.data_ptr() for x in (batch.cu_seqlens_q, batch.seqused_k, table, slots)]
+    return abi.Requests(*addresses, *table.shape, slots.shape[0])
+
+
+def _rotation_twin(rotation: Rotation) -> Any:
+    return abi.Rotation(rotation.cos.data_ptr(), rotation.sin.data_ptr(), rotation.cos.shape[1])
 
 
 def _panel_order(bias: Tensor | None, num_panels: int, gated: bool) -> Tensor | None:
@@ -219,17 +313,5 @@ def _panel_order(bias: Tensor | None, num_panels: int, gated: bool) -> Tensor | 
     return halves.view(2, num_panels, _LANES).transpose(0, 1).flatten()
 
 
-def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Address, row stride, rows, heads and head size of x (T, H) or (T, heads, D)."""
-    heads = 1 if x.dim() == 2 else x.shape[1]
-    return x.data_ptr(), x.stride(0), x.shape[0], heads, x.shape[-1]
-
-
-def _angles(rotation: Rotation) -> tuple[int, int, int]:
-    return rotation.cos.data_ptr(), rotation.sin.data_ptr(), rotation.cos.shape[1]
-
-
-def _memory_arguments(memory: GroupMemory) -> tuple[int, ...]:
-    _, block_size, kv_heads, key_dim = memory.k.shape
-    value_dim = memory.v.shape[-1]
-    return memory.k.data_ptr(), memory.v.data_ptr(), memory.k.stride(0), block_size, kv_heads, key_dim, value_dim
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

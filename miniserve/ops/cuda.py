@@ -30,7 +30,7 @@ from miniserve.batch import ForwardBatch
 from miniserve.errors import ConfigError
 from miniserve.kvcache.layout import KVLayout
 from miniserve.kvcache.pool import GroupMemory
-from miniserve.ops.interface import RotaryEmbedding
+from miniserve.ops.interface import RotaryEmbedding, Rotation
 from miniserve.ops.reference import ReferenceOps
 
 Function = Callable[..., Any]  # a kernel of another package, see `flash_attn_kernel` and `varlen_attn_kernel`
@@ -92,11 +92,13 @@ class CudaOps(ReferenceOps):
         batch: ForwardBatch,
         *,
         scale: float,
+        rotation: Rotation | None = None,
         window: int | None = None,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
         """See `Ops.attend`."""
+        q = q if rotation is None else self.rotate(q, rotation)
         if batch.token_ids.shape[0] == 0:  # behind the cut of a step that samples nothing; kernels refuse it
             return q.new_empty(0, q.shape[1], memory.v.shape[-1])
         if self.attention.lacks(q, memory, softcap, key_rotary is not None):

@@ -10,14 +10,15 @@ except `write_kv`, which writes the pool. Activations have whatever dtype the se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
-from miniserve.kvcache.pool import GroupMemory
+from miniserve.kvcache.pool import GroupMemory, KVPool
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -43,6 +44,13 @@ class RotaryEmbedding:
         return Rotation(angles.cos() * self.attention_factor, angles.sin() * self.attention_factor)
 
 
+class Norm(NamedTuple):
+    """An RMSNorm that a product applies to its input first: weight (in,), eps."""
+
+    weight: Tensor
+    eps: float
+
+
 class Ops(ABC):
     """The vocabulary. Weights pass through `pack` once at loading, so a set may keep them in any form."""
 
@@ -61,6 +69,19 @@ class Ops(ABC):
         """The dtype in which the set wants norm weights and biases of a model held in `dtype`."""
         return dtype
 
+    def run(
+        self, model: Callable[[ForwardBatch, KVPool], Tensor], batch: ForwardBatch, kv_pool: KVPool, *, eager: bool
+    ) -> Tensor:
+        """model(batch, kv_pool): the hidden states (T', H), valid until the next step.
+
+        Unless `eager`, a set may remember what a step does and repeat it without asking the model again.
+        """
+        return model(batch, kv_pool)
+
+    def angles(self, rotary: RotaryEmbedding, positions: Tensor) -> Rotation:
+        """The angles at positions (T,)."""
+        return rotary(positions)
+
     @abstractmethod
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Take a weight (out, in) and a bias (out,) in the set's own form; the result goes to the linears below."""
@@ -70,20 +91,24 @@ class Ops(ABC):
         """Take the weight of a gated product, gate (F, in) over up (F, in), for `gated_linear`."""
 
     @abstractmethod
-    def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
-        """x (T, in) -> x W^T + b (+ residual), (T, out)."""
+    def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None, *, norm: Norm | None = None) -> Tensor:
+        """x (T, in) -> norm(x) W^T + b (+ residual), (T, out)."""
 
     @abstractmethod
     def activated_linear(self, x: Tensor, packed: Any, activation: Activation) -> Tensor:
         """x (T, in) -> activation(x W^T + b), (T, out)."""
 
     @abstractmethod
-    def gated_linear(self, x: Tensor, packed: Any, activation: Activation) -> Tensor:
-        """x (T, in), packed by `pack_gated` -> activation(gate) * up, (T, F)."""
+    def gated_linear(self, x: Tensor, packed: Any, activation: Activation, *, norm: Norm | None = None) -> Tensor:
+        """x (T, in), packed by `pack_gated` -> activation(gate) * up of norm(x), (T, F)."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension of (T, H) or (T, heads, D), computed in float32."""
+
+    def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """`rms_norm` where there is one."""
+        return x if norm is None else self.rms_norm(x, *norm)
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -107,11 +132,12 @@ class Ops(ABC):
         batch: ForwardBatch,
         *,
         scale: float,
+        rotation: Rotation | None = None,
         window: int | None = None,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
-        """Causal attention of q (T, Hq, Dk) over a group's memory -> (T, Hq, Dv).
+        """Causal attention of q (T, Hq, Dk), rotated if `rotation` says how, over a group's memory -> (T, Hq, Dv).
 
         Owner and reader call it alike: neither brings K or V, both read the pool. The row at position i sees
         keys i - window + 1 to i. `softcap` c turns scores s into c * tanh(s / c). `key_rotary` rotates keys
@@ -124,8 +150,8 @@ class Ops(ABC):
         """token_ids (T,), table (V, H) -> (T, H)."""
 
     @abstractmethod
-    def head(self, hidden: Tensor, packed: Any) -> Tensor:
-        """hidden (R, H) -> logits (R, V) in float32."""
+    def head(self, hidden: Tensor, packed: Any, *, norm: Norm | None = None) -> Tensor:
+        """hidden (R, H) -> logits (R, V) of norm(hidden), in float32."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:

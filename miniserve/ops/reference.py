@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miniserve.batch import ForwardBatch
 from miniserve.kvcache.pool import GroupMemory
-from miniserve.ops.interface import Activation, Ops, RotaryEmbedding, Rotation
+from miniserve.ops.interface import Activation, Norm, Ops, RotaryEmbedding, Rotation
 
 Packed = tuple[Tensor, Tensor | None]
 
@@ -35,18 +35,18 @@ class ReferenceOps(Ops):
         """Nothing to prepare here either."""
         return weight, bias
 
-    def linear(self, x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: Packed, residual: Tensor | None = None, *, norm: Norm | None = None) -> Tensor:
         """See `Ops.linear`."""
-        y = F.linear(x, *packed)
+        y = F.linear(self.normed(x, norm), *packed)
         return y if residual is None else residual + y
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: Activation) -> Tensor:
         """See `Ops.activated_linear`."""
         return _ACTIVATIONS[activation](F.linear(x, *packed))
 
-    def gated_linear(self, x: Tensor, packed: Packed, activation: Activation) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: Packed, activation: Activation, *, norm: Norm | None = None) -> Tensor:
         """See `Ops.gated_linear`."""
-        gate, up = F.linear(x, *packed).chunk(2, dim=-1)  # each (T, F)
+        gate, up = F.linear(self.normed(x, norm), *packed).chunk(2, dim=-1)  # each (T, F)
         return _ACTIVATIONS[activation](gate) * up
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,11 +81,13 @@ class ReferenceOps(Ops):
         batch: ForwardBatch,
         *,
         scale: float,
+        rotation: Rotation | None = None,
         window: int | None = None,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
         """See `Ops.attend`: one request after the other, its keys gathered by block table."""
+        q = q if rotation is None else self.rotate(q, rotation)
         offsets = batch.cu_seqlens_q.tolist()
         tables = batch.block_tables[memory.retention_class]
         outputs = [q.new_empty(0, q.shape[1], memory.v.shape[-1])]
@@ -104,9 +106,9 @@ class ReferenceOps(Ops):
         """See `Ops.embed`."""
         return F.embedding(token_ids, table)
 
-    def head(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def head(self, hidden: Tensor, packed: Packed, *, norm: Norm | None = None) -> Tensor:
         """See `Ops.head`."""
-        return F.linear(hidden, *packed).float()
+        return F.linear(self.normed(hidden, norm), *packed).float()
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See `Ops.argmax`."""

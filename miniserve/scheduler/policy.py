@@ -1,8 +1,7 @@
 """In which order the running requests get their share of a step. To add a policy, add a function here and hand it to
 `Scheduler`.
 
-A policy only orders. Who is admitted (in order of arrival), who fits and who must give way (the youngest) is
-`scheduler.py`'s business.
+A policy only orders. Who is admitted, who fits and who must give way is `scheduler.py`'s business.
 """
 
 from __future__ import annotations

@@ -24,17 +24,18 @@ def flags_for(march: str, *more: str) -> tuple[str, ...]:
     return (*(f"-march={march}" if flag == "-march=native" else flag for flag in FLAGS), *more)
 
 
-EMULATION = Path(__file__).with_name("emulated_bf16_dot.h")
+EMULATION = Path(__file__).with_name("emulated_dots.h")
 BUILDS = {
     "native": FLAGS,
     "avx2": flags_for("haswell", *WARNINGS),
     "x86-64": flags_for("x86-64", "-O1", *WARNINGS),
-    "bf16-dot": (
+    "dot-products": (
         *(*FLAGS, "-O1", *WARNINGS, "-include", str(EMULATION)),
         f"-DCONTENT={zlib.crc32(EMULATION.read_bytes())}",  # flags name the cached build
     ),
 }
-"""`native` and `avx2` as users have them; `x86-64` has no FMA; `bf16-dot` takes the branch of AVX512-BF16."""
+"""`native` and `avx2` as users have them; `x86-64` has no FMA; `dot-products` takes the
+branches of AVX512-BF16 and AVX512-VNNI."""
 
 
 def runs_here(name: str) -> bool:
@@ -47,7 +48,7 @@ def runs_here(name: str) -> bool:
     return {
         "avx2": "avx2" in has and "fma" in has,
         "x86-64": True,
-        "bf16-dot": "avx512f" in has and "avx512_bf16" not in has,
+        "dot-products": "avx512f" in has and not has & {"avx512_bf16", "avx512_vnni"},
     }[name]
 
 
@@ -58,6 +59,7 @@ class Build:
     name: str
     flags: tuple[str, ...]
     ops: CpuOps
+    int8_ops: CpuOps
     rounds_activations: bool  # to bfloat16, before they meet bfloat16 weights, keys and values
 
 
@@ -77,7 +79,8 @@ def builds() -> dict[str, Build]:
             name=name,
             flags=BUILDS[name],
             ops=CpuOps(num_threads=2, flags=BUILDS[name]),
-            rounds_activations=name == "bf16-dot" or (name == "native" and "avx512_bf16" in _cpu_features()),
+            int8_ops=CpuOps(num_threads=2, flags=BUILDS[name], quantization="int8"),
+            rounds_activations=name == "dot-products" or (name == "native" and "avx512_bf16" in _cpu_features()),
         )
         for name in names
     }

@@ -12,8 +12,8 @@ has passed are given back (table entry 0, NaN inside). Bounds:
 
 from __future__ import annotations
 
-import os
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from miniserve.batch import ForwardBatch
 from miniserve.kvcache.pool import GroupMemory
-from miniserve.ops import Ops, RotaryEmbedding
+from miniserve.ops import Norm, Ops, RotaryEmbedding
 from miniserve.ops.cpu import CpuOps
 from miniserve.ops.reference import ReferenceOps
 
@@ -160,6 +160,56 @@ def test_gated_linear(
     assert_close(build.ops.gated_linear(x, packed, activation), activated * up, bound + 1e-30)
 
 
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as whole numbers up to 127, and each row's scale (2208.07339, section 2, with one scale per row)."""
+    largest = x.float().abs().amax(-1, keepdim=True)  # (rows, 1)
+    inverse = torch.tensor(127.0) / largest  # `127 / largest` would round twice
+    return (x.float() * inverse).nan_to_num().round().double(), largest / 127
+
+
+@given(
+    rows=rows,
+    outputs=st.integers(1, 150),
+    inputs=st.integers(1, 200),
+    dtype=st.sampled_from(DTYPES),
+    gated=st.booleans(),
+    has_bias=st.booleans(),
+    seed=seeds,
+)
+@example(1100, 33, 1501, torch.bfloat16, False, False, 0)
+@checked
+def test_int8_linear(
+    build: Build, rows: int, outputs: int, inputs: int, dtype: torch.dtype, gated: bool, has_bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = view(generator, rows, inputs)
+    weight = view(generator, outputs * (1 + gated), inputs).to(dtype)
+    weight[::7] = 0  # an output without a scale
+    bias = view(generator, 1, weight.shape[0]).flatten() if has_bias else None
+    (whole_x, x_scale), (whole_w, w_scale) = quantised(x), quantised(weight)
+    expected = (whole_x @ whole_w.T) * x_scale * w_scale.T
+    bound = (whole_x.abs() @ whole_w.abs().T) * x_scale * w_scale.T * drift(inputs)
+    if bias is not None:
+        expected, bound = expected + bias, bound + (bias.abs() + expected.abs()) * drift(1)
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        gate_bound, up_bound = bound.chunk(2, dim=-1)
+        activated = activation_of("silu", gate)
+        bound = (1.13 * gate_bound + 1e-6 * (1 + activated.abs())) * (up.abs() + up_bound) + activated.abs() * up_bound
+        packed = build.int8_ops.pack_gated(weight, bias)
+        assert_close(build.int8_ops.gated_linear(x, packed, "silu"), activated * up, bound + 1e-30)
+    else:
+        packed = build.int8_ops.pack(weight, bias)
+        assert_close(build.int8_ops.linear(x, packed), expected, bound)
+
+
+def test_int8_rows_that_are_no_numbers_spoil_only_themselves(build: Build) -> None:
+    x = torch.tensor([[1.0, -2.0], [torch.nan, 1.0], [torch.inf, 1.0], [0.0, 0.0]])
+    y = build.int8_ops.linear(x, build.int8_ops.pack(torch.tensor([[1.0, 1.0]])))
+    assert_close(y[[0, 3]], torch.tensor([[-1.0], [0.0]]), 2 / 127)
+    assert y[1:3].isnan().all()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_stay_right_far_from_zero(build: Build, activation: str) -> None:
     sizes = torch.tensor([0.0, 1e-30, 1e-3, 1.0, 9.0, 20.0, 87.0, 88.0, 89.0, 90.0, 104.0, 200.0, 1e4, 1e9, 1e30])
@@ -205,6 +255,22 @@ def test_norms(build: Build, rows: int, heads: int | None, dim: int, mean: float
     expected = centred * scale * weight + bias
     bound = drift(1) * (wide.abs().amax(-1, keepdim=True) * scale * weight.abs() + bias.abs())
     assert_close(build.ops.layer_norm(x, weight, bias, eps), expected, bound)
+
+
+@given(rows=rows, inputs=st.integers(1, 200), outputs=st.integers(1, 40), dtype=st.sampled_from(DTYPES), seed=seeds)
+@checked
+def test_a_norm_before_a_product_is_the_norm_and_the_product(
+    build: Build, rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = view(generator, rows, inputs), view(generator, rows, outputs)
+    norm, weight = Norm(torch.randn(inputs, generator=generator), 1e-5), view(generator, 2 * outputs, inputs).to(dtype)
+    for ops in (build.ops, build.int8_ops):
+        normed = ops.rms_norm(x, *norm)
+        packed, gated = ops.pack(weight[:outputs]), ops.pack_gated(weight)
+        assert torch.equal(ops.linear(x, packed, residual, norm=norm), ops.linear(normed, packed, residual))
+        assert torch.equal(ops.gated_linear(x, gated, "silu", norm=norm), ops.gated_linear(normed, gated, "silu"))
+        assert torch.equal(ops.head(x, packed, norm=norm), ops.head(normed, packed))
 
 
 @given(rows=rows, heads=st.integers(1, 5), dim=st.integers(2, 130), data=st.data(), seed=seeds)
@@ -391,6 +457,10 @@ def check_attention(build: Build, case: Case) -> None:
     weights_error += BF16 * (is_bfloat16 and build.rounds_activations)
     assert_close(actual, expected, weights_error * v.max())
 
+    angles = rotary(case.key_dim // 2)(batch.positions)
+    rotated = build.ops.attend(build.ops.rotate(scene.q, angles), memory, batch, **case.options)
+    assert torch.equal(build.ops.attend(scene.q, memory, batch, rotation=angles, **case.options), rotated)
+
 
 class _RotatesToBFloat16(ReferenceOps):
     """Rotated keys are bfloat16 again, as keys that were rotated before they were stored."""
@@ -531,14 +601,26 @@ def test_two_callers_at_once(native: Build, engines: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_a_set_takes_its_threads_along_when_it_goes(native: Build) -> None:
-    before = _num_threads()
-    x, packed = torch.ones(4, 32), native.ops.pack(torch.ones(320, 32))
-    for _ in range(30):
-        ops = CpuOps(num_threads=4)
-        assert ops.linear(x, packed)[3, 319] == 32
-        assert _num_threads() == before + 3
-        del ops
-        _wait_until(lambda: _num_threads() == before)
+    """In a process of its own, where nobody else starts threads."""
+    script = """
+import os, time, torch
+from miniserve.ops.cpu import CpuOps
+
+def count(): return len(os.listdir("/proc/self/task"))
+
+x, weight = torch.ones(4, 32), torch.ones(320, 32)
+before = count()
+for _ in range(30):
+    ops = CpuOps(num_threads=4)
+    assert ops.linear(x, ops.pack(weight))[3, 319] == 32
+    assert count() == before + 3
+    del ops
+    deadline = time.monotonic() + 10
+    while count() > before:
+        assert time.monotonic() < deadline, "threads stay behind"
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_idle_pool_sleeps(native: Build) -> None:
@@ -549,15 +631,3 @@ def test_an_idle_pool_sleeps(native: Build) -> None:
     used = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - used < 0.1
-
-
-def _num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """The kernel removes a joined thread from /proc a moment later."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.001)

@@ -27,31 +27,39 @@ namespace miniserve {
 constexpr int kChunk = 64;
 constexpr int kGroupsAtOnce = 32;  // groups of 16 value dims: a head of 512 at once
 
-// RoPE on one head: the first 2 * half dims are rotated in halves (RoFormer, 2104.09864), the rest copied.
-inline void rotate_head(const float* x, long dim, const float* cos, const float* sin, long half, float* y) {
-  for (long d = 0; d < half; ++d) {
-    const float a = x[d], b = x[d + half];
-    y[d] = a * cos[d] - b * sin[d];
-    y[d + half] = b * cos[d] + a * sin[d];
+// Angles of some rows, or of all positions.
+struct Rotation {
+  const float *cos, *sin;  // (rows, half)
+  long half;
+
+  // RoPE on one head: the first 2 * half dims are rotated in halves (RoFormer, 2104.09864), the rest copied.
+  void apply(long row, const float* x, long dim, float* y) const {
+    const float *c = cos + row * half, *s = sin + row * half;
+    for (long d = 0; d < half; ++d) {
+      const float a = x[d], b = x[d + half];
+      y[d] = a * c[d] - b * s[d];
+      y[d + half] = b * c[d] + a * s[d];
+    }
+    for (long d = 2 * half; d < dim; ++d) y[d] = x[d];
   }
-  for (long d = 2 * half; d < dim; ++d) y[d] = x[d];
-}
+};
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // One layer group's K and V in the arena.
-template <class T>
 struct Memory {
-  typename T::Stored* k;  // of page 0
-  typename T::Stored* v;
+  void *k, *v;  // of page 0
   long page_stride;  // elements from one page to the next
   long block_size, kv_heads, key_dim, value_dim;
+  int dtype;
 
-  typename T::Stored* keys(long page, long head, long slot) const {  // of the block of 16 that holds the slot
-    return k + page * page_stride + (head * block_size + slot / kLanes * kLanes) * key_dim;
+  template <class Stored>
+  Stored* keys(long page, long head, long slot) const {  // of the block of 16 that holds the slot
+    return static_cast<Stored*>(k) + page * page_stride + (head * block_size + slot / kLanes * kLanes) * key_dim;
   }
-  typename T::Stored* values(long page, long head, long slot) const {
-    return v + page * page_stride + (head * block_size + slot / kLanes * kLanes) * value_dim;
+  template <class Stored>
+  Stored* values(long page, long head, long slot) const {
+    return static_cast<Stored*>(v) + page * page_stride + (head * block_size + slot / kLanes * kLanes) * value_dim;
   }
 };
 
@@ -60,15 +68,16 @@ struct Requests {
   const int32_t* cu_seqlens_q;  // (S + 1,)
   const int32_t* seqused_k;  // (S,)
   const int32_t* block_table;  // (S, block_table_width)
-  long count, block_table_width;
+  const int64_t* slots;  // (T,): where the rows' own K/V goes
+  long count, block_table_width, num_rows;
 };
 
 struct AttentionOptions {
   float scale;
   long window;  // 0: none
   float softcap;  // 0: none
-  const float *key_cos, *key_sin;  // (positions, rotary_half) to rotate keys as they are read, or null
-  long rotary_half;
+  const Rotation* rotation;  // of the queries, or null
+  const Rotation* key_rotation;  // of all positions, to rotate keys as they are read, or null
 };
 
 template <class T>
@@ -77,7 +86,7 @@ class Attention {
   typedef typename T::Stored Stored;
 
  public:
-  Attention(const float* q, long q_stride, long q_heads, const Memory<T>& memory, const Requests& requests,
+  Attention(const float* q, long q_stride, long q_heads, const Memory& memory, const Requests& requests,
             const AttentionOptions& options, float* out)
       : q_(q), q_stride_(q_stride), q_heads_(q_heads), memory_(memory), requests_(requests), options_(options),
         out_(out), sharing_(q_heads / memory.kv_heads), heads_per_tile_(std::min<long>(sharing_, kMaxRows)),
@@ -115,9 +124,10 @@ class Attention {
     const long first_position = requests_.seqused_k[tile.request] - num_rows + tile.first_row;
 
     thread_local std::vector<Lhs> queries;
-    thread_local std::vector<float> sums;
+    thread_local std::vector<float> sums, rotated;
     queries.resize(R * key_steps);
     sums.assign(R * value_groups * kLanes, 0.0f);
+    rotated.resize(key_dim);
     long last[kMaxRows], first[kMaxRows];  // keys that a query sees
     Floats total[kMaxRows] = {};
     float best[kMaxRows];
@@ -125,6 +135,10 @@ class Attention {
       const long row = first_row + i / tile.heads;
       const long head = tile.kv_head * sharing_ + tile.first_head + i % tile.heads;
       const float* q = q_ + row * q_stride_ + head * key_dim;
+      if (options_.rotation) {
+        options_.rotation->apply(row, q, key_dim, rotated.data());
+        q = rotated.data();
+      }
       for (long step = 0; step < key_steps; ++step) queries[i * key_steps + step] = scaled(q, step);
       last[i] = first_position + i / tile.heads;
       first[i] = options_.window ? std::max<long>(0, last[i] - options_.window + 1) : 0;
@@ -139,12 +153,13 @@ class Attention {
       const int begin = static_cast<int>(std::max<long>(0, first[0] / kLanes - chunk / kLanes));
       const int end = static_cast<int>(std::min<long>(kChunk / kLanes, last[R - 1] / kLanes - chunk / kLanes + 1));
       score(R, tile, pages, queries.data(), key_steps, chunk, begin, end, scores);
+      alignas(64) float rescale[kLanes];
+      softmax_step(R, begin, end, chunk, first, last, scores, best, total, rescale);
       for (int i = 0; i < R; ++i) {
-        const float rescale = softmax_step(scores[i], begin, end, first[i] - chunk, last[i] - chunk, best[i], total[i]);
-        if (rescale != 1.0f)
+        if (rescale[i] != 1.0f)
           for (long g = 0; g < value_groups; ++g) {
             float* sum = &sums[(i * value_groups + g) * kLanes];
-            store(sum, load(sum) * rescale);
+            store(sum, load(sum) * rescale[i]);
           }
         for (int step = begin * kLanes / T::kPack; step < end * kLanes / T::kPack; ++step)
           weights[i][step] = T::lhs(scores[i] + step * T::kPack);
@@ -178,67 +193,89 @@ class Attention {
     thread_local std::vector<Stored> rotated[kChunk / kLanes];
     for (int b = begin; b < end; ++b) {
       const long position = chunk + b * kLanes;
-      keys[b] = memory_.keys(page_of(pages, position), tile.kv_head, position % memory_.block_size);
-      if (options_.key_cos) keys[b] = rotate_keys(keys[b], position, rotated[b]);
+      keys[b] = memory_.keys<Stored>(page_of(pages, position), tile.kv_head, position % memory_.block_size);
+      if (options_.key_rotation) keys[b] = rotate_keys(keys[b], position, rotated[b]);
     }
     for (int i = 0; i < rows; ++i) std::fill(scores[i] + begin * kLanes, scores[i] + end * kLanes, 0.0f);
-    dot_rows<T>(rows, end - begin, queries, key_steps, keys + begin, kLanes * T::kPack, key_steps,
-                scores[0] + begin * kLanes, kChunk);
+    const Rhs<T> rhs = {keys + begin, 1, end - begin, kLanes * T::kPack, key_steps};
+    dot_rows<T>(rows, queries, key_steps, rhs, scores[0] + begin * kLanes, kChunk);
   }
 
-  // Mask, then one step of the online softmax: scores become weights; returns what earlier sums must be multiplied by.
-  float softmax_step(float* scores, int begin, int end, long first, long last, float& best, Floats& total) const {
+  // One step of the online softmax: scores become weights; what earlier sums must be multiplied by goes to `rescale`.
+  void softmax_step(int rows, int begin, int end, long chunk, const long* first, const long* last,
+                    float (*scores)[kChunk], float* best, Floats* total, float* rescale) const {
+    alignas(64) float change[kLanes] = {};
+    for (int i = 0; i < rows; ++i) {
+      if (options_.softcap > 0)
+        for (int b = begin; b < end; ++b) {
+          float* s = scores[i] + b * kLanes;
+          store(s, options_.softcap * tanh(load(s) / options_.softcap));
+        }
+      if (first[i] > chunk + begin * kLanes || last[i] < chunk + end * kLanes - 1)
+        mask(scores[i], begin, end, first[i] - chunk, last[i] - chunk);
+      Floats peak = load(scores[i] + begin * kLanes);
+      for (int b = begin + 1; b < end; ++b) peak = max(peak, load(scores[i] + b * kLanes));
+      const float new_best = std::max(best[i], max(peak));
+      change[i] = new_best == kMinusInfinity ? 0 : best[i] - new_best;  // no key seen yet: there is nothing to rescale
+      best[i] = new_best;
+    }
+    store(rescale, exp(load(change)));  // of all rows at once
+    for (int i = 0; i < rows; ++i) {
+      const float base = best[i] == kMinusInfinity ? 0 : best[i];
+      total[i] *= rescale[i];
+      for (int b = begin; b < end; ++b) {
+        float* s = scores[i] + b * kLanes;
+        const Floats p = exp(load(s) - base);
+        store(s, p);
+        total[i] += p;
+      }
+    }
+  }
+
+  // Keys before `first` and behind `last` get no weight. Behind the last key there may be anything, NaN too: it is
+  // replaced, not added to.
+  void mask(float* scores, int begin, int end, long first, long last) const {
     const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int from = static_cast<int>(std::max<long>(first, 0)), to = static_cast<int>(std::min<long>(last, kChunk));
-    Floats peak = splat(kMinusInfinity);
     for (int b = begin; b < end; ++b) {
-      Floats s = load(scores + b * kLanes);
-      if (options_.softcap > 0) s = options_.softcap * tanh(s / options_.softcap);
-      const Ints key = lane + b * kLanes;
-      // Slots behind the last key may hold anything, NaN too: they are replaced, not added to.
-      const Ints visible = (key >= from) & (key <= to);
-      s = visible ? s : splat(kMinusInfinity);
-      store(scores + b * kLanes, s);
-      peak = max(peak, s);
+      const Ints key = lane + b * kLanes, visible = (key >= from) & (key <= to);
+      store(scores + b * kLanes, visible ? load(scores + b * kLanes) : splat(kMinusInfinity));
     }
-    const float new_best = std::max(best, max(peak));
-    if (new_best == kMinusInfinity) {  // this query sees none of these keys
-      for (int b = begin; b < end; ++b) store(scores + b * kLanes, Floats{});
-      return 1.0f;
-    }
-    const float rescale = exp(splat(best - new_best))[0];
-    total *= rescale;
-    for (int b = begin; b < end; ++b) {
-      const Floats p = exp(load(scores + b * kLanes) - new_best);
-      store(scores + b * kLanes, p);
-      total += p;
-    }
-    best = new_best;
-    return rescale;
   }
 
-  // sums[i] += sum over keys of weights[i][key] * v_key, 16 dims a group.
+  // sums[i] += sum over keys of weights[i][key] * v_key, 16 dims a group. Whole blocks at once, as long as all of their
+  // keys are there: values behind the last key may be NaN, and 0 * NaN is NaN (`write_kv` clears a pair's other half).
   void add_values(int rows, const Tile& tile, const int32_t* pages, const Lhs* weights, long chunk, int begin, int end,
                   long stop_key, float* sums, long groups) const {
-    const int whole = static_cast<int>(memory_.value_dim / kLanes);
-    const Stored* w[kGroupsAtOnce];
-    for (int b = begin; b < end; ++b) {
-      const long position = chunk + b * kLanes;
-      const Stored* values = memory_.values(page_of(pages, position), tile.kv_head, position % memory_.block_size);
-      // Values behind the last key may be NaN, and 0 * NaN is NaN: stop there (`write_kv` clears a pair's other half).
-      const long steps = (std::min<long>(kLanes, stop_key - position) + T::kPack - 1) / T::kPack;
-      const Lhs* p = weights + b * kLanes / T::kPack;
-      for (int first = 0; first < whole; first += kGroupsAtOnce) {
-        const int count = std::min(kGroupsAtOnce, whole - first);
-        for (int g = 0; g < count; ++g) w[g] = values + (first + g) * kLanes * T::kPack;
-        dot_rows<T>(rows, count, p, kChunk / T::kPack, w, memory_.value_dim * T::kPack, steps, sums + first * kLanes,
-                    groups * kLanes);
-      }
-      if (whole < groups) {  // the last dims of a head size that is no multiple of 16
-        Stored padded[kLanes / T::kPack][kLanes * T::kPack];
-        w[0] = pad_values(values, whole, steps, padded);
-        dot_rows<T>(rows, 1, p, kChunk / T::kPack, w, kLanes * T::kPack, steps, sums + whole * kLanes, groups * kLanes);
-      }
+    const int full = std::min<int>(end, static_cast<int>((stop_key - chunk) / kLanes));
+    if (begin < full)
+      add_blocks(rows, tile, pages, weights, chunk, begin, full, kLanes / T::kPack, sums, groups);
+    if (full < end)
+      add_blocks(rows, tile, pages, weights, chunk, full, end,
+                 (stop_key - chunk - full * kLanes + T::kPack - 1) / T::kPack, sums, groups);
+  }
+
+  void add_blocks(int rows, const Tile& tile, const int32_t* pages, const Lhs* weights, long chunk, int begin, int end,
+                  long steps, float* sums, long groups) const {
+    const int whole = static_cast<int>(memory_.value_dim / kLanes), blocks = end - begin;
+    const Stored *values[kChunk / kLanes], *w[kChunk / kLanes * kGroupsAtOnce];
+    for (int b = 0; b < blocks; ++b) {
+      const long position = chunk + (begin + b) * kLanes;
+      values[b] = memory_.values<Stored>(page_of(pages, position), tile.kv_head, position % memory_.block_size);
+    }
+    const Lhs* p = weights + begin * kLanes / T::kPack;
+    for (int first = 0; first < whole; first += kGroupsAtOnce) {
+      const int count = std::min(kGroupsAtOnce, whole - first);
+      for (int b = 0; b < blocks; ++b)
+        for (int g = 0; g < count; ++g) w[b * count + g] = values[b] + (first + g) * kLanes * T::kPack;
+      const Rhs<T> rhs = {w, blocks, count, memory_.value_dim * T::kPack, steps};
+      dot_rows<T>(rows, p, kChunk / T::kPack, rhs, sums + first * kLanes, groups * kLanes);
+    }
+    if (whole < groups) {  // the last dims of a head size that is no multiple of 16
+      Stored padded[kChunk / kLanes][kLanes / T::kPack][kLanes * T::kPack];
+      for (int b = 0; b < blocks; ++b) w[b] = pad_values(values[b], whole, steps, padded[b]);
+      const Rhs<T> rhs = {w, blocks, 1, kLanes * T::kPack, steps};
+      dot_rows<T>(rows, p, kChunk / T::kPack, rhs, sums + whole * kLanes, groups * kLanes);
     }
   }
 
@@ -253,12 +290,13 @@ class Attention {
 
   // A block of 16 keys with RoPE applied, for keys that are stored without it (MLKV's owners).
   const Stored* rotate_keys(const Stored* keys, long position, std::vector<Stored>& out) const {
-    const long half = options_.rotary_half;
+    const Rotation& angles = *options_.key_rotation;
+    const long half = angles.half;
     const auto at = [&](long d, long lane) { return (d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack; };
     out.assign(keys, keys + memory_.key_dim * kLanes);
     for (long lane = 0; lane < kLanes; ++lane) {
-      const float* cos = options_.key_cos + (position + lane) * half;
-      const float* sin = options_.key_sin + (position + lane) * half;
+      const float* cos = angles.cos + (position + lane) * half;
+      const float* sin = angles.sin + (position + lane) * half;
       for (long d = 0; d < half; ++d) {
         const float a = T::widen(keys[at(d, lane)]), b = T::widen(keys[at(d + half, lane)]);
         out[at(d, lane)] = T::round(a * cos[d] - b * sin[d]);
@@ -270,7 +308,7 @@ class Attention {
 
   const float* q_;
   long q_stride_, q_heads_;
-  const Memory<T>& memory_;
+  const Memory& memory_;
   const Requests& requests_;
   const AttentionOptions& options_;
   float* out_;
@@ -278,29 +316,34 @@ class Attention {
   std::vector<Tile> tiles_;
 };
 
-// Rotate (unless `cos` is null) and write the K/V of some rows to their slots; k (rows, kv_heads, key_dim).
+// Rotate (unless `rotation` is null) and write the K/V of some rows to their slots; k (rows, kv_heads, key_dim).
 template <class T>
-void write_kv(ThreadPool& pool, const float* k, long k_stride, const float* v, long v_stride, long rows,
-              const int64_t* slots, const float* cos, const float* sin, long half, const Memory<T>& memory) {
-  // A head is written by one thread, row after row: the neighbour that a slot clears is written after it.
-  pool.parallel_for(memory.kv_heads, [&](long head) {
+void write_kv(ThreadPool& pool, const float* k, long k_stride, const float* v, long v_stride, const Requests& requests,
+              const Rotation* rotation, const Memory& memory) {
+  typedef typename T::Stored Stored;
+  const long rows_per_task = 8;
+  pool.parallel_for((requests.num_rows + rows_per_task - 1) / rows_per_task, [&](long task) {
     std::vector<float> rotated(memory.key_dim);
-    for (long row = 0; row < rows; ++row) {
-      const long page = slots[row] / memory.block_size, slot = slots[row] % memory.block_size;
-      const float* key = k + row * k_stride + head * memory.key_dim;
-      const float* value = v + row * v_stride + head * memory.value_dim;
-      if (cos) {
-        rotate_head(key, memory.key_dim, cos + row * half, sin + row * half, half, rotated.data());
-        key = rotated.data();
-      }
+    for (long row = task * rows_per_task; row < std::min(requests.num_rows, (task + 1) * rows_per_task); ++row) {
+      const long page = requests.slots[row] / memory.block_size, slot = requests.slots[row] % memory.block_size;
       const long lane = slot % kLanes, step = lane / T::kPack, part = lane % T::kPack;
-      typename T::Stored* keys = memory.keys(page, head, slot);
-      for (long d = 0; d < memory.key_dim; ++d)
-        keys[(d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack] = T::round(key[d]);
-      typename T::Stored* values = memory.values(page, head, slot) + step * memory.value_dim * T::kPack;
-      for (long d = 0; d < memory.value_dim; ++d) {
-        values[d * T::kPack + part] = T::round(value[d]);
-        for (long other = part + 1; other < T::kPack; ++other) values[d * T::kPack + other] = 0;
+      // The other half of a pair holds nothing yet, unless the next row, of the same request, brings it.
+      const bool next_is_neighbour = row + 1 < requests.num_rows && requests.slots[row + 1] == requests.slots[row] + 1;
+      const bool clear = part + 1 < T::kPack && !next_is_neighbour;
+      for (long head = 0; head < memory.kv_heads; ++head) {
+        const float* key = k + row * k_stride + head * memory.key_dim;
+        const float* value = v + row * v_stride + head * memory.value_dim;
+        if (rotation) {
+          rotation->apply(row, key, memory.key_dim, rotated.data());
+          key = rotated.data();
+        }
+        Stored* keys = memory.keys<Stored>(page, head, slot);
+        for (long d = 0; d < memory.key_dim; ++d)
+          keys[(d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack] = T::round(key[d]);
+        Stored* values = memory.values<Stored>(page, head, slot) + step * memory.value_dim * T::kPack;
+        for (long d = 0; d < memory.value_dim; ++d) values[d * T::kPack + part] = T::round(value[d]);
+        if (clear)
+          for (long d = 0; d < memory.value_dim; ++d) values[d * T::kPack + part + 1] = 0;
       }
     }
   });

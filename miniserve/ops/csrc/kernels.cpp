@@ -1,12 +1,13 @@
-// The C interface of the `cpu` kernel set: what `ops/cpu.py` calls. Nothing is decided here.
+// The C interface of the `cpu` kernel set: what `ops/cpu.py` calls. Nothing is decided here. The structs that pass
+// (Weight, Memory, Requests, Rotation, ...Arguments) have their twins there.
 //
 //     simd.h       16 numbers at a time; storage types; the one micro-kernel
 //     threads.h    the pool
 //     matmul.h     packed weights, products with epilogues
 //     attention.h  paged attention, writing of K/V
 //
-// Activations are float32; weights, keys and values are float32 (dtype 0) or bfloat16 (dtype 1). Strides are in
-// elements; the last dimension is contiguous.
+// Activations are float32; weights, keys and values are float32 (dtype 0) or bfloat16 (dtype 1), weights also int8
+// (dtype 2). Strides are in elements; the last dimension is contiguous.
 
 #include "attention.h"
 #include "matmul.h"
@@ -23,6 +24,14 @@ void with_dtype(int dtype, const Body& body) {
     body(BFloat16());
 }
 
+template <class Body>
+void with_weight_dtype(int dtype, const Body& body) {
+  if (dtype == 2)
+    body(Int8());
+  else
+    with_dtype(dtype, body);
+}
+
 float widen_source(const void* weight, int is_bfloat16, long index) {
   return is_bfloat16 ? BFloat16::widen(static_cast<const uint16_t*>(weight)[index])
                      : static_cast<const float*>(weight)[index];
@@ -37,6 +46,23 @@ void for_rows(ThreadPool& pool, long rows, long dim, const Body& body) {
   });
 }
 
+// Operations on each head: x (rows, heads, dim), row stride given -> y, contiguous.
+struct RowArguments {
+  const float *x, *weight, *bias;
+  const Rotation* rotation;
+  float* y;
+  long x_stride, rows, heads, dim;
+  float eps;
+
+  template <class Body>
+  void for_heads(void* pool, const Body& body) const {
+    for_rows(*static_cast<ThreadPool*>(pool), rows, heads * dim, [&](long row) {
+      for (long head = 0; head < heads; ++head)
+        body(row, x + row * x_stride + head * dim, y + (row * heads + head) * dim);
+    });
+  }
+};
+
 }  // namespace
 
 extern "C" {
@@ -44,10 +70,11 @@ extern "C" {
 void* miniserve_pool_new(int num_threads) { return new ThreadPool(num_threads); }
 void miniserve_pool_delete(void* pool) { delete static_cast<ThreadPool*>(pool); }
 
-// Panels of 32 outputs (see matmul.h); `gated` puts rows j and N / 2 + j of the weight beside each other.
+// Panels of 32 outputs (see matmul.h); `gated` puts rows j and N / 2 + j of the weight beside each other. `scales` of
+// the outputs, in panel order, are written for int8 and null otherwise.
 void miniserve_pack(void* pool, int dtype, const void* weight, int is_bfloat16, long outputs, long inputs, int gated,
-                    void* packed) {
-  with_dtype(dtype, [&](auto type) {
+                    void* packed, float* scales) {
+  with_weight_dtype(dtype, [&](auto type) {
     typedef decltype(type) T;
     const long half = outputs / 2, steps = (inputs + T::kPack - 1) / T::kPack;
     const long num_panels = gated ? (half + kLanes - 1) / kLanes : (outputs + kPanel - 1) / kPanel;
@@ -59,99 +86,136 @@ void miniserve_pack(void* pool, int dtype, const void* weight, int is_bfloat16, 
           row = panel * kLanes + column % kLanes + column / kLanes * half;
           stop = column < kLanes ? half : outputs;
         }
-        for (long input = 0; input < steps * T::kPack; ++input) {
-          const bool inside = row < stop && input < inputs;
-          const float w = inside ? widen_source(weight, is_bfloat16, row * inputs + input) : 0.0f;
-          out[(input / T::kPack * kPanel + column) * T::kPack + input % T::kPack] = T::round(w);
+        const auto at = [&](long input) {
+          return row < stop && input < inputs ? widen_source(weight, is_bfloat16, row * inputs + input) : 0.0f;
+        };
+        float inverse = 1;
+        if (scales) {
+          float largest = 0;
+          for (long input = 0; input < inputs; ++input) largest = std::max(largest, std::fabs(at(input)));
+          scales[panel * kPanel + column] = largest / 127.0f;
+          inverse = largest > 0 ? 127.0f / largest : 0;
         }
+        for (long input = 0; input < steps * T::kPack; ++input)
+          out[(input / T::kPack * kPanel + column) * T::kPack + input % T::kPack] = T::round(at(input) * inverse);
       }
     });
   });
 }
 
-void miniserve_linear(void* pool, int dtype, const float* x, long x_stride, long rows, long inputs, const void* packed,
-                      long num_panels, const float* bias, const float* residual, long residual_stride, int activation,
-                      int gated, float* y, long y_stride, long outputs) {
-  const Epilogue epilogue = {bias, residual, residual_stride, static_cast<Activation>(activation), gated != 0,
-                             y, y_stride, outputs};
-  with_dtype(dtype, [&](auto type) {
-    typedef decltype(type) T;
-    Matmul<T>(x, x_stride, rows, inputs, static_cast<const typename T::Stored*>(packed), num_panels, epilogue)
+// Every operation of a model takes one struct, so that a step is a list of calls: see `miniserve_run`.
+
+struct LinearArguments {
+  const Weight* weight;
+  const float *x, *norm_weight, *residual;  // norm_weight and residual may be null
+  float* y;
+  long x_stride, rows, residual_stride;
+  float eps;
+  int activation;
+};
+
+void miniserve_linear(void* pool, const LinearArguments* a) {
+  const Norm norm = {a->norm_weight, a->eps};
+  const Epilogue epilogue = {*a->weight, a->residual, a->residual_stride, static_cast<Activation>(a->activation), a->y};
+  with_weight_dtype(a->weight->dtype, [&](auto type) {
+    Matmul<decltype(type)>(*a->weight, a->x, a->x_stride, a->rows, norm, epilogue).run(*static_cast<ThreadPool*>(pool));
+  });
+}
+
+void miniserve_rms_norm(void* pool, const RowArguments* a) {
+  const Norm norm = {a->weight, a->eps};
+  a->for_heads(pool, [&](long, const float* in, float* out) { norm.apply(in, a->dim, out); });
+}
+
+void miniserve_layer_norm(void* pool, const RowArguments* a) {
+  a->for_heads(pool, [&](long, const float* in, float* out) {
+    double total = 0, squares = 0;
+    for (long d = 0; d < a->dim; ++d) total += in[d];
+    const float mean = static_cast<float>(total / a->dim);
+    for (long d = 0; d < a->dim; ++d) squares += (in[d] - mean) * (in[d] - mean);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(squares / a->dim) + a->eps);
+    for (long d = 0; d < a->dim; ++d) out[d] = (in[d] - mean) * scale * a->weight[d] + a->bias[d];
+  });
+}
+
+void miniserve_rotate(void* pool, const RowArguments* a) {
+  a->for_heads(pool, [&](long row, const float* in, float* out) { a->rotation->apply(row, in, a->dim, out); });
+}
+
+struct AngleArguments {
+  const int64_t* positions;  // (rows,)
+  const float* inv_freq;  // (half,)
+  float *cos, *sin;  // (rows, half)
+  long rows, half;
+  float factor;
+};
+
+void miniserve_angles(void* pool, const AngleArguments* a) {
+  for_rows(*static_cast<ThreadPool*>(pool), a->rows, 64 * a->half, [&](long row) {
+    for (long i = 0; i < a->half; ++i) {
+      const float angle = static_cast<float>(a->positions[row]) * a->inv_freq[i];
+      a->cos[row * a->half + i] = std::cos(angle) * a->factor;
+      a->sin[row * a->half + i] = std::sin(angle) * a->factor;
+    }
+  });
+}
+
+struct EmbedArguments {
+  const int64_t* token_ids;  // (rows,)
+  const void* table;  // (V, dim)
+  float* y;
+  long rows, dim;
+  int dtype;
+};
+
+void miniserve_embed(void* pool, const EmbedArguments* a) {
+  for_rows(*static_cast<ThreadPool*>(pool), a->rows, a->dim, [&](long row) {
+    const long first = a->token_ids[row] * a->dim;
+    for (long d = 0; d < a->dim; ++d) a->y[row * a->dim + d] = widen_source(a->table, a->dtype, first + d);
+  });
+}
+
+struct WriteArguments {
+  const Memory* memory;
+  const Requests* requests;
+  const float *k, *v;
+  const Rotation* rotation;  // may be null
+  long k_stride, v_stride;
+};
+
+void miniserve_write_kv(void* pool, const WriteArguments* a) {
+  with_dtype(a->memory->dtype, [&](auto type) {
+    write_kv<decltype(type)>(*static_cast<ThreadPool*>(pool), a->k, a->k_stride, a->v, a->v_stride, *a->requests,
+                             a->rotation, *a->memory);
+  });
+}
+
+struct AttendArguments {
+  const Memory* memory;
+  const Requests* requests;
+  const float* q;
+  const Rotation *rotation, *key_rotation;  // may be null
+  float* out;
+  long q_stride, q_heads, window;
+  float scale, softcap;
+};
+
+void miniserve_attend(void* pool, const AttendArguments* a) {
+  const AttentionOptions options = {a->scale, a->window, a->softcap, a->rotation, a->key_rotation};
+  with_dtype(a->memory->dtype, [&](auto type) {
+    Attention<decltype(type)>(a->q, a->q_stride, a->q_heads, *a->memory, *a->requests, options, a->out)
         .run(*static_cast<ThreadPool*>(pool));
   });
 }
 
-// x (rows, heads, dim), row stride given -> y, contiguous.
-void miniserve_rms_norm(void* pool, const float* x, long x_stride, long rows, long heads, long dim, const float* weight,
-                        float eps, float* y) {
-  for_rows(*static_cast<ThreadPool*>(pool), rows, heads * dim, [&](long row) {
-    for (long head = 0; head < heads; ++head) {
-      const float* in = x + row * x_stride + head * dim;
-      float* out = y + (row * heads + head) * dim;
-      Floats squares = {};
-      long d = 0;
-      for (; d + kLanes <= dim; d += kLanes) squares += load(in + d) * load(in + d);
-      float total = sum(squares);
-      for (; d < dim; ++d) total += in[d] * in[d];
-      const float scale = 1.0f / std::sqrt(total / dim + eps);
-      for (d = 0; d < dim; ++d) out[d] = in[d] * scale * weight[d];
-    }
-  });
-}
+// Calls that were recorded, one after the other.
+struct Call {
+  void (*function)(void* pool, const void* arguments);
+  const void* arguments;
+};
 
-void miniserve_layer_norm(void* pool, const float* x, long x_stride, long rows, long heads, long dim,
-                          const float* weight, const float* bias, float eps, float* y) {
-  for_rows(*static_cast<ThreadPool*>(pool), rows, heads * dim, [&](long row) {
-    for (long head = 0; head < heads; ++head) {
-      const float* in = x + row * x_stride + head * dim;
-      float* out = y + (row * heads + head) * dim;
-      double total = 0, squares = 0;
-      for (long d = 0; d < dim; ++d) total += in[d];
-      const float mean = static_cast<float>(total / dim);
-      for (long d = 0; d < dim; ++d) squares += (in[d] - mean) * (in[d] - mean);
-      const float scale = 1.0f / std::sqrt(static_cast<float>(squares / dim) + eps);
-      for (long d = 0; d < dim; ++d) out[d] = (in[d] - mean) * scale * weight[d] + bias[d];
-    }
-  });
-}
-
-// x (rows, heads, dim), row stride given -> y, contiguous.
-void miniserve_rotate(void* pool, const float* x, long x_stride, long rows, long heads, long dim, const float* cos,
-                      const float* sin, long half, float* y) {
-  for_rows(*static_cast<ThreadPool*>(pool), rows, heads * dim, [&](long row) {
-    for (long head = 0; head < heads; ++head)
-      rotate_head(x + row * x_stride + head * dim, dim, cos + row * half, sin + row * half, half,
-                  y + (row * heads + head) * dim);
-  });
-}
-
-void miniserve_write_kv(void* pool, int dtype, const float* k, long k_stride, const float* v, long v_stride, long rows,
-                        const int64_t* slots, const float* cos, const float* sin, long half, void* k_memory,
-                        void* v_memory, long page_stride, long block_size, long kv_heads, long key_dim,
-                        long value_dim) {
-  with_dtype(dtype, [&](auto type) {
-    typedef decltype(type) T;
-    typedef typename T::Stored Stored;
-    const Memory<T> memory = {static_cast<Stored*>(k_memory), static_cast<Stored*>(v_memory), page_stride, block_size,
-                              kv_heads, key_dim, value_dim};
-    write_kv<T>(*static_cast<ThreadPool*>(pool), k, k_stride, v, v_stride, rows, slots, cos, sin, half, memory);
-  });
-}
-
-void miniserve_attend(void* pool, int dtype, const float* q, long q_stride, long q_heads, void* k_memory,
-                      void* v_memory, long page_stride, long block_size, long kv_heads, long key_dim, long value_dim,
-                      const int32_t* cu_seqlens_q, const int32_t* seqused_k, long num_requests,
-                      const int32_t* block_table, long block_table_width, float scale, long window, float softcap,
-                      const float* key_cos, const float* key_sin, long rotary_half, float* out) {
-  const Requests requests = {cu_seqlens_q, seqused_k, block_table, num_requests, block_table_width};
-  const AttentionOptions options = {scale, window, softcap, key_cos, key_sin, rotary_half};
-  with_dtype(dtype, [&](auto type) {
-    typedef decltype(type) T;
-    typedef typename T::Stored Stored;
-    const Memory<T> memory = {static_cast<Stored*>(k_memory), static_cast<Stored*>(v_memory), page_stride, block_size,
-                              kv_heads, key_dim, value_dim};
-    Attention<T>(q, q_stride, q_heads, memory, requests, options, out).run(*static_cast<ThreadPool*>(pool));
-  });
+void miniserve_run(void* pool, const Call* calls, long count) {
+  for (long i = 0; i < count; ++i) calls[i].function(pool, calls[i].arguments);
 }
 
 // The index of the largest of each row, the first of equals.

@@ -1,15 +1,15 @@
 // Sixteen numbers at a time, on whatever the compiler targets.
 //
 // A vector here is GCC's and Clang's own vector type of 16 floats: one register with AVX-512, two with AVX2,
-// four with SSE or NEON. The only intrinsic in this folder is the bfloat16 dot product below, and it has a
-// plain twin.
+// four with SSE or NEON. The only intrinsics in this folder are the two dot products below, of bfloat16 and of int8,
+// and each has a plain twin.
 
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
@@ -28,7 +28,11 @@ inline V load_as(const void* p) {  // from any address
   return v;
 }
 inline Floats load(const float* p) { return load_as<Floats>(p); }
+inline Ints load(const int32_t* p) { return load_as<Ints>(p); }
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline void store(int32_t* p, Ints v) { std::memcpy(p, &v, sizeof v); }
+inline Floats to_floats(Floats v) { return v; }
+inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 inline Floats splat(float x) { return x - Floats{}; }
 
 inline float sum(Floats v) {
@@ -37,13 +41,20 @@ inline float sum(Floats v) {
   return total;
 }
 
-inline float max(Floats v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
-  return best;
-}
-
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float max(Floats v) {  // halves, quarters, ...: four steps, not fifteen
+  typedef float Eight __attribute__((vector_size(32)));
+  typedef float Four __attribute__((vector_size(16)));
+  Eight eight[2];
+  std::memcpy(eight, &v, sizeof v);
+  const Eight best8 = eight[0] > eight[1] ? eight[0] : eight[1];
+  Four four[2];
+  std::memcpy(four, &best8, sizeof best8);
+  const Four best4 = four[0] > four[1] ? four[0] : four[1];
+  const float a = best4[0] > best4[1] ? best4[0] : best4[1], b = best4[2] > best4[3] ? best4[2] : best4[3];
+  return a > b ? a : b;
+}
 
 // e^x within 2 ulp; 0 below -87, so that e^(-inf) = 0 and a masked score costs nothing; e^88 (1.7e38) above 88, where
 // the exponent would run out of its bits.
@@ -75,12 +86,13 @@ inline Floats tanh(Floats x) {
 //
 //     Float32   kPack 1   w0 w1 w2 ... w15                     (input k)
 //     BFloat16  kPack 2   w0 w0' w1 w1' ... w15 w15'           (inputs k and k + 1, side by side)
+//     Int8      kPack 4   w0 w0' w0'' w0''' ... w15'''         (weights only; see matmul.h for the scales)
 //
 // `Lhs` is the activations' side: kPack inputs of one row. `dot` adds their products to 16 running sums, always
 // in the order of the inputs; so a row's result never depends on which other rows are computed with it.
 
 struct Float32 {
-  typedef float Stored;
+  typedef float Stored, Sum;
   static constexpr int kPack = 1;
   struct Lhs {
     float x;
@@ -96,6 +108,7 @@ struct Float32 {
 
 struct BFloat16 {
   typedef uint16_t Stored;
+  typedef float Sum;
   static constexpr int kPack = 2;
 
   static Stored round(float x) {  // to nearest, ties to even; NaN stays NaN
@@ -122,19 +135,63 @@ struct BFloat16 {
     return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a.pair)), w);
   }
 #else
-  // A bfloat16 is the upper half of a float: one shift, one mask, and the sum is exact in float32.
+  // A bfloat16 is the upper half of a float: one shift, one mask.
   struct Lhs {
-    float even, odd;
+    float x[2];
   };
   struct Loaded {
-    Floats even, odd;
+    Floats x[2];
   };
-  static Lhs lhs(const float* x) { return {x[0], x[1]}; }
+  static Lhs lhs(const float* x) { return {{x[0], x[1]}}; }
   static Loaded load(const Stored* p) {
     Bits pairs = load_as<Bits>(p);
-    return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
+    return {{(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)}};
   }
-  static Floats dot(Floats acc, const Loaded& w, const Lhs& a) { return (acc + w.even * a.even) + w.odd * a.odd; }
+  static Floats dot(Floats acc, const Loaded& w, const Lhs& a) { return (acc + w.x[0] * a.x[0]) + w.x[1] * a.x[1]; }
+#endif
+};
+
+// Whole numbers from -127 to 127, for activations as well; `lhs` gets them as floats. Their sums are whole too.
+struct Int8 {
+  typedef int8_t Stored;
+  static constexpr int kPack = 4;
+
+  static Stored round(float x) { return static_cast<Stored>(std::nearbyint(x)); }
+
+#if defined(__AVX512VNNI__)
+  // The instruction multiplies unsigned by signed bytes. Weights get 128 added as they are loaded (their sign bit
+  // flipped), and a row's sums start at -128 times the sum of its activations.
+  typedef int32_t Sum;
+  struct Lhs {
+    int8_t x[4];
+  };
+  typedef Ints Loaded;
+  static Lhs lhs(const float* x) { return {{round(x[0]), round(x[1]), round(x[2]), round(x[3])}}; }
+  static Sum start(float sum_of_activations) { return -128 * static_cast<Sum>(sum_of_activations); }
+  static Loaded load(const Stored* p) { return (Ints)(load_as<Bits>(p) ^ 0x80808080u); }
+  static Ints dot(Ints acc, const Loaded& w, const Lhs& a) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(load_as<int32_t>(a.x)));
+  }
+#else
+  // Each byte is widened to a float; sums are exact up to 2^24, and behind that rounded as any float sum.
+  typedef float Sum;
+  struct Lhs {
+    float x[4];
+  };
+  struct Loaded {
+    Floats x[4];
+  };
+  static Lhs lhs(const float* x) { return {{x[0], x[1], x[2], x[3]}}; }
+  static Sum start(float) { return 0; }
+  static Loaded load(const Stored* p) {
+    const Ints quads = load_as<Ints>(p);
+    return {{to_floats((quads << 24) >> 24), to_floats((quads << 16) >> 24), to_floats((quads << 8) >> 24),
+             to_floats(quads >> 24)}};
+  }
+  static Floats dot(Floats acc, const Loaded& w, const Lhs& a) {
+    for (int i = 0; i < 4; ++i) acc += w.x[i] * a.x[i];
+    return acc;
+  }
 #endif
 };
 
@@ -155,25 +212,37 @@ constexpr int groups_for(int rows) { return rows <= 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 constexpr long kPrefetch = 3072;  // bytes ahead; hides DRAM when few rows leave the arithmetic waiting for weights
 
+// The steps may lie in several segments (blocks of a KV cache): `w` points to each segment's groups in turn.
+template <class T>
+struct Rhs {
+  const typename T::Stored* const* w;  // (segments, groups)
+  int segments, groups;
+  long step_size, steps;  // of a segment
+};
+
 template <class T, int R, int G>
-void dot_tile(const typename T::Lhs* a, long a_stride, const typename T::Stored* const* w, long w_step, long steps,
-              float* out, long out_stride) {
-  Floats acc[R][G];
+void dot_tile(const typename T::Lhs* a, long a_stride, const Rhs<T>& rhs, int first_group, typename T::Sum* out,
+              long out_stride) {
+  decltype(load(out)) acc[R][G];
   for (int r = 0; r < R; ++r)
     for (int g = 0; g < G; ++g) acc[r][g] = load(out + r * out_stride + g * kLanes);
-  for (long step = 0; step < steps; ++step) {
-    typename T::Loaded loaded[G];
+  for (int segment = 0; segment < rhs.segments; ++segment, a += rhs.steps) {
+    const typename T::Stored* w[G];
+    for (int g = 0; g < G; ++g) w[g] = rhs.w[segment * rhs.groups + first_group + g];
+    for (long step = 0; step < rhs.steps; ++step) {
+      typename T::Loaded loaded[G];
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) {
-      const typename T::Stored* p = w[g] + step * w_step;
-      if (R <= 6) __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetch);
-      loaded[g] = T::load(p);
-    }
+      for (int g = 0; g < G; ++g) {
+        const typename T::Stored* p = w[g] + step * rhs.step_size;
+        if (R <= 6) __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetch);
+        loaded[g] = T::load(p);
+      }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const typename T::Lhs lhs = a[r * a_stride + step];
+      for (int r = 0; r < R; ++r) {
+        const typename T::Lhs lhs = a[r * a_stride + step];
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) acc[r][g] = T::dot(acc[r][g], loaded[g], lhs);
+        for (int g = 0; g < G; ++g) acc[r][g] = T::dot(acc[r][g], loaded[g], lhs);
+      }
     }
   }
   for (int r = 0; r < R; ++r)
@@ -182,15 +251,15 @@ void dot_tile(const typename T::Lhs* a, long a_stride, const typename T::Stored*
 
 // Any number of groups, up to kMaxRows rows.
 template <class T, int R = kMaxRows>
-void dot_rows(int rows, int groups, const typename T::Lhs* a, long a_stride, const typename T::Stored* const* w,
-              long w_step, long steps, float* out, long out_stride) {
+void dot_rows(int rows, const typename T::Lhs* a, long a_stride, const Rhs<T>& rhs, typename T::Sum* out,
+              long out_stride) {
   if constexpr (R > 1) {
-    if (rows < R) return dot_rows<T, R - 1>(rows, groups, a, a_stride, w, w_step, steps, out, out_stride);
+    if (rows < R) return dot_rows<T, R - 1>(rows, a, a_stride, rhs, out, out_stride);
   }
   constexpr int G = groups_for(R);
   int g = 0;
-  for (; g + G <= groups; g += G) dot_tile<T, R, G>(a, a_stride, w + g, w_step, steps, out + g * kLanes, out_stride);
-  for (; g < groups; ++g) dot_tile<T, R, 1>(a, a_stride, w + g, w_step, steps, out + g * kLanes, out_stride);
+  for (; g + G <= rhs.groups; g += G) dot_tile<T, R, G>(a, a_stride, rhs, g, out + g * kLanes, out_stride);
+  for (; g < rhs.groups; ++g) dot_tile<T, R, 1>(a, a_stride, rhs, g, out + g * kLanes, out_stride);
 }
 
 }  // namespace miniserve
