@@ -18,7 +18,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,17 +75,15 @@ class Engine:
             block_size_multiple=self.ops.block_size_multiple,
         )
         num_pages = pool_pages(config, self.layout, self.max_model_len, self.device)
-        with ThreadPoolExecutor(1) as aside:  # what the tokenizer imports takes as long as the weights
-            tokenizer = aside.submit(Tokenizer.of_model, folder, config.tokenizer)
-            self.model = load_model(
-                folder,
-                self.model_config,
-                self.ops,
-                dtype=self.dtype,
-                device=self.device,
-                max_model_len=self.max_model_len,
-                show_progress=sys.stderr.isatty(),
-            )
+        self.model = load_model(
+            folder,
+            self.model_config,
+            self.ops,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            show_progress=sys.stderr.isatty(),
+        )
         self.kv_pool = KVPool(self.layout, num_pages, dtype=self.dtype, device=self.device)
         self.block_manager = BlockManager(self.layout, num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -98,7 +95,7 @@ class Engine:
         fits = self.layout.max_request_tokens(num_pages)
         # The last token sampled is never read, so it needs no slot.
         self.max_total_tokens = self.max_model_len if fits is None else min(self.max_model_len, fits + 1)
-        self.tokenizer = tokenizer.result()
+        self.tokenizer = Tokenizer.of_model(folder, config.tokenizer)
         self.intake = Intake(
             tokenizer=self.tokenizer,
             vocab_size=self.model_config.vocab_size,

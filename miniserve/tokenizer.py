@@ -5,6 +5,7 @@ A model folder without tokenizer files still serves token ids: then there is no 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,21 +17,40 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REPLACEMENT = "\ufffd"
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that add nothing to tokenizer.json: `AutoTokenizer` makes the same of them, whatever the family."""
+
+
+def _load(folder: Path) -> Any:
+    """What transformers makes of the folder. It takes a second to import, and `AutoTokenizer` two more."""
+    options = {"trust_remote_code": False, "local_files_only": True}
+    if (folder / "tokenizer.json").is_file() and _class_named_in(folder) in _PLAIN_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except Exception:
+        # It may be config.json that transformers does not like (LCKV's `layer_types`): do without its family.
+        return AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig(), **options)
+
+
+def _class_named_in(folder: Path) -> Any:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config.get("tokenizer_class") if isinstance(config, dict) and "auto_map" not in config else None
 
 
 class Tokenizer:
     """A HuggingFace tokenizer, loaded from local files only and without running any code from them."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer, PreTrainedConfig  # seconds to import: only when text is wanted
-
-        options = {"trust_remote_code": False, "local_files_only": True}
         try:
-            try:
-                self._hf: Any = AutoTokenizer.from_pretrained(folder, **options)
-            except Exception:
-                # It may be config.json that transformers does not like (LCKV's `layer_types`): do without its family.
-                self._hf = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig(), **options)
+            self._hf: Any = _load(folder)
         except Exception as error:  # its parsers raise anything
             raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
         self._size = len(self._hf)

@@ -252,6 +252,7 @@ class Kernels:
         self.owners = [layer for layer in range(6) if reads[layer] == layer]
         self.first_tokens = itertools.count()  # no prompt begins like another: none is found in the prefix cache
         self.clear()
+        self.pool.arena.zero_()  # fresh memory may hold NaN, which equals nothing
         self.before = self.pool.arena.clone()
         for name in ("write_kv", "attend", "gated_linear"):
             setattr(self, f"real_{name}", getattr(engine.ops, name))
