@@ -36,7 +36,10 @@ class Worker:
 
     def run(self, workload: str) -> None:
         """Run a workload and keep the result."""
-        self.results.setdefault(workload, []).append(self._ask(workload))
+        result = self._ask(workload)
+        self.results.setdefault(workload, []).append(result)
+        with log_path("results").open("a") as file:
+            file.write(json.dumps({"engine": self.label, "workload": workload} | result) + "\n")
 
     def warm_up(self, workload: str) -> None:
         """Run a workload and forget it."""
@@ -101,8 +104,9 @@ def table(workers: list[Worker], workloads: list[str]) -> str:
             cells.append(f"{median(values):.4g}{lead}")
         lines.append(f"| {name} {UNITS[name]} | " + " | ".join(cells) + " |")
         if name == "W1":
-            firsts = [median(r["first_token_seconds"] for r in w.results[name]) * 1e3 for w in workers]
-            lines.append("| W1 first token ms | " + " | ".join(f"{value:.0f}" for value in firsts) + " |")
+            firsts = [[r["first_token_seconds"] * 1e3 for r in w.results.get(name, [])] for w in workers]
+            cells = [f"{median(values):.0f}" if values else "" for values in firsts]
+            lines.append("| W1 first token ms | " + " | ".join(cells) + " |")
     peaks = [max(r["peak_rss"] for rs in w.results.values() for r in rs) / 2**30 for w in workers]
     lines.append("| peak RSS GiB | " + " | ".join(f"{peak:.2f}" for peak in peaks) + " |")
     lines.append("| start to ready s | " + " | ".join(f"{w.ready_seconds:.1f}" for w in workers) + " |")

@@ -23,7 +23,7 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 def _load(folder: Path) -> Any:
     """What transformers makes of the folder. It takes a second to import, and `AutoTokenizer` two more."""
-    options = {"trust_remote_code": False, "local_files_only": True}
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     if (folder / "tokenizer.json").is_file() and _class_named_in(folder) in _PLAIN_CLASSES:
         from transformers import PreTrainedTokenizerFast
 

@@ -81,6 +81,11 @@ class CpuOps(Ops):
             name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in functions.items()
         }
 
+    @property
+    def name(self) -> str:
+        """See `Ops.name`."""
+        return super().name + (" with int8 weights" if self._quantize else "")
+
     def run(
         self, model: Callable[[ForwardBatch, KVPool], Tensor], batch: ForwardBatch, kv_pool: KVPool, *, eager: bool
     ) -> Tensor:

@@ -184,20 +184,27 @@ class Attention {
     return T::lhs(pack);
   }
 
+  // The same place in the next chunk, or this one again if there is none: its lines are fetched meanwhile.
+  long next_position(long position, const Tile& tile) const {
+    return position + kChunk < requests_.seqused_k[tile.request] ? position + kChunk : position;
+  }
+
   long page_of(const int32_t* pages, long position) const { return pages[position / memory_.block_size]; }
 
   // scores[i][j] = q_i . k_(chunk + j), 16 keys a group.
   void score(int rows, const Tile& tile, const int32_t* pages, const Lhs* queries, long key_steps, long chunk,
              int begin, int end, float (*scores)[kChunk]) const {
-    const Stored* keys[kChunk / kLanes];
+    const Stored *keys[kChunk / kLanes], *next[kChunk / kLanes];
     thread_local std::vector<Stored> rotated[kChunk / kLanes];
     for (int b = begin; b < end; ++b) {
       const long position = chunk + b * kLanes;
       keys[b] = memory_.keys<Stored>(page_of(pages, position), tile.kv_head, position % memory_.block_size);
+      const long later = next_position(position, tile);
+      next[b] = memory_.keys<Stored>(page_of(pages, later), tile.kv_head, later % memory_.block_size);
       if (options_.key_rotation) keys[b] = rotate_keys(keys[b], position, rotated[b]);
     }
     for (int i = 0; i < rows; ++i) std::fill(scores[i] + begin * kLanes, scores[i] + end * kLanes, 0.0f);
-    const Rhs<T> rhs = {keys + begin, 1, end - begin, kLanes * T::kPack, key_steps};
+    const Rhs<T> rhs = {keys + begin, next + begin, 1, end - begin, kLanes * T::kPack, key_steps};
     dot_rows<T>(rows, queries, key_steps, rhs, scores[0] + begin * kLanes, kChunk);
   }
 
@@ -258,23 +265,29 @@ class Attention {
   void add_blocks(int rows, const Tile& tile, const int32_t* pages, const Lhs* weights, long chunk, int begin, int end,
                   long steps, float* sums, long groups) const {
     const int whole = static_cast<int>(memory_.value_dim / kLanes), blocks = end - begin;
-    const Stored *values[kChunk / kLanes], *w[kChunk / kLanes * kGroupsAtOnce];
+    const Stored *values[kChunk / kLanes], *later_values[kChunk / kLanes];
+    const Stored *w[kChunk / kLanes * kGroupsAtOnce], *next[kChunk / kLanes * kGroupsAtOnce];
     for (int b = 0; b < blocks; ++b) {
       const long position = chunk + (begin + b) * kLanes;
+      const long later = next_position(position, tile);
       values[b] = memory_.values<Stored>(page_of(pages, position), tile.kv_head, position % memory_.block_size);
+      later_values[b] = memory_.values<Stored>(page_of(pages, later), tile.kv_head, later % memory_.block_size);
     }
     const Lhs* p = weights + begin * kLanes / T::kPack;
     for (int first = 0; first < whole; first += kGroupsAtOnce) {
       const int count = std::min(kGroupsAtOnce, whole - first);
       for (int b = 0; b < blocks; ++b)
-        for (int g = 0; g < count; ++g) w[b * count + g] = values[b] + (first + g) * kLanes * T::kPack;
-      const Rhs<T> rhs = {w, blocks, count, memory_.value_dim * T::kPack, steps};
+        for (int g = 0; g < count; ++g) {
+          w[b * count + g] = values[b] + (first + g) * kLanes * T::kPack;
+          next[b * count + g] = later_values[b] + (first + g) * kLanes * T::kPack;
+        }
+      const Rhs<T> rhs = {w, next, blocks, count, memory_.value_dim * T::kPack, steps};
       dot_rows<T>(rows, p, kChunk / T::kPack, rhs, sums + first * kLanes, groups * kLanes);
     }
     if (whole < groups) {  // the last dims of a head size that is no multiple of 16
       Stored padded[kChunk / kLanes][kLanes / T::kPack][kLanes * T::kPack];
       for (int b = 0; b < blocks; ++b) w[b] = pad_values(values[b], whole, steps, padded[b]);
-      const Rhs<T> rhs = {w, blocks, 1, kLanes * T::kPack, steps};
+      const Rhs<T> rhs = {w, w, blocks, 1, kLanes * T::kPack, steps};
       dot_rows<T>(rows, p, kChunk / T::kPack, rhs, sums + whole * kLanes, groups * kLanes);
     }
   }

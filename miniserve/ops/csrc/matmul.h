@@ -24,6 +24,7 @@
 namespace miniserve {
 
 constexpr int kPanel = 2 * kLanes;
+constexpr long kPrefetch = 3072;  // bytes ahead; hides DRAM when few rows leave the arithmetic waiting for weights
 
 enum Activation { kNone, kSilu, kGelu, kGeluTanh };
 
@@ -159,12 +160,15 @@ class Matmul {
   }
 
   void run_tile(long first_row, long slot, int rows, long panel, long stop) const {
-    const Stored* w[4];
+    const Stored *w[4], *next[4];
     const int groups = static_cast<int>(stop - panel) * 2;
-    for (int g = 0; g < groups; ++g) w[g] = packed(panel + g / 2) + g % 2 * kLanes * T::kPack;
+    for (int g = 0; g < groups; ++g) {
+      w[g] = packed(panel + g / 2) + g % 2 * kLanes * T::kPack;
+      next[g] = w[g] + kPrefetch / sizeof(Stored);
+    }
     alignas(64) Sum sums[kMaxRows][2 * kPanel];
     for (int r = 0; r < rows; ++r) std::fill_n(sums[r], 2 * kPanel, starts_[slot + r]);
-    const Rhs<T> rhs = {w, 1, groups, kPanel * T::kPack, steps_};
+    const Rhs<T> rhs = {w, next, 1, groups, kPanel * T::kPack, steps_};
     dot_rows<T>(rows, lhs_.data() + slot * lhs_stride_, lhs_stride_, rhs, sums[0], 2 * kPanel);
     for (int r = 0; r < rows; ++r)
       for (long p = panel; p < stop; ++p)

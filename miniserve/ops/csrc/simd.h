@@ -210,12 +210,12 @@ constexpr int groups_for(int rows) { return rows <= 6 ? 4 : 2; }
 constexpr int kMaxRows = 6;
 constexpr int groups_for(int rows) { return rows <= 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
-constexpr long kPrefetch = 3072;  // bytes ahead; hides DRAM when few rows leave the arithmetic waiting for weights
 
 // The steps may lie in several segments (blocks of a KV cache): `w` points to each segment's groups in turn.
 template <class T>
 struct Rhs {
   const typename T::Stored* const* w;  // (segments, groups)
+  const typename T::Stored* const* next;  // what will be read afterwards: fetched while this is computed
   int segments, groups;
   long step_size, steps;  // of a segment
 };
@@ -227,15 +227,17 @@ void dot_tile(const typename T::Lhs* a, long a_stride, const Rhs<T>& rhs, int fi
   for (int r = 0; r < R; ++r)
     for (int g = 0; g < G; ++g) acc[r][g] = load(out + r * out_stride + g * kLanes);
   for (int segment = 0; segment < rhs.segments; ++segment, a += rhs.steps) {
-    const typename T::Stored* w[G];
-    for (int g = 0; g < G; ++g) w[g] = rhs.w[segment * rhs.groups + first_group + g];
+    const typename T::Stored *w[G], *next[G];
+    for (int g = 0; g < G; ++g) {
+      w[g] = rhs.w[segment * rhs.groups + first_group + g];
+      next[g] = rhs.next[segment * rhs.groups + first_group + g];
+    }
     for (long step = 0; step < rhs.steps; ++step) {
       typename T::Loaded loaded[G];
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        const typename T::Stored* p = w[g] + step * rhs.step_size;
-        if (R <= 6) __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetch);
-        loaded[g] = T::load(p);
+        if (R <= 6) __builtin_prefetch(next[g] + step * rhs.step_size);
+        loaded[g] = T::load(w[g] + step * rhs.step_size);
       }
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
