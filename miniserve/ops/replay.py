@@ -33,23 +33,20 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[Any] = []
+        self._buffers: list[Any] = [(ctypes.c_float * _LINE)()]  # the first is never used: it shows what free is
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         """An uninitialised float32 tensor of this shape."""
         size = max(1, prod(shape))
-        free = [i for i, buffer in enumerate(self._buffers) if len(buffer) >= size + _LINE and _is_free(buffer)]
+        # A tensor in a buffer refers to it. How often a free one is referred to depends on the Python: ask one.
+        counts = [sys.getrefcount(buffer) for buffer in self._buffers]
+        free = [i for i, count in enumerate(counts) if count == counts[0] and len(self._buffers[i]) >= size + _LINE]
         if not free:
             self._buffers.append((ctypes.c_float * (size + _LINE))())
             free = [len(self._buffers) - 1]
         buffer = self._buffers[min(free, key=lambda i: len(self._buffers[i]))]
         offset = -ctypes.addressof(buffer) % 64
         return torch.frombuffer(buffer, dtype=torch.float32, count=size, offset=offset)[: prod(shape)].view(shape)
-
-
-def _is_free(buffer: Any) -> bool:
-    """The list, the loop, this argument and the question refer to it; a tensor would be one more."""
-    return sys.getrefcount(buffer) == 4
 
 
 @dataclass
