@@ -24,7 +24,7 @@ from miniserve.report import draw_groups, draw_report, kv_report
 from miniserve.request import SamplingParams
 
 _ENV = "MINISERVE_"
-_PLAN_SETTINGS = ("kv_sharing", "max_model_len", "block_size", "dtype", "hf_overrides")
+_PLAN_SETTINGS = ("kv_sharing", "max_model_len", "block_size", "dtype", "kv_cache_dtype", "hf_overrides")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,10 +87,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     settings = EngineConfig.build(arguments.model, {name: getattr(arguments, name) for name in _PLAN_SETTINGS})
     config = load_config(Path(settings.model), kv_sharing=settings.kv_sharing, overrides=settings.hf_overrides)
     max_model_len = settings.model_len or config.max_position_embeddings
+    itemsize = 4 if "32" in str(config.dtype if settings.dtype == "auto" else settings.dtype) else 2
     layout = KVLayout.build(
         config.sharing,
         config.geometry,
-        itemsize=4 if "32" in str(config.dtype if settings.dtype == "auto" else settings.dtype) else 2,
+        itemsize=1 if settings.kv_cache_dtype == "int8" else itemsize,
         block_size=settings.block_size,
         max_model_len=max_model_len,
     )

@@ -26,6 +26,7 @@ class EngineConfig:
     tokenizer: str | None = _setting(None, "folder of the tokenizer, if it is not the model's")
     dtype: str = _setting("auto", "float32, bfloat16 or float16; auto: the checkpoint's if the machine is fast at it")
     quantization: str | None = _setting(None, "int8: hold the weights of all products in 8 bits (cpu kernel set)")
+    kv_cache_dtype: str = _setting("auto", "int8: hold K/V in 8 bits with a scale per token and head; auto: as dtype")
     device: str = _setting("auto", "cpu or cuda; auto: cuda if there is one")
     kv_sharing: str | Sequence[int] | None = _setting(
         None, "another sharing map: none, cla:2, mlkv:3, suffix:10, yoco or one entry per layer as in 0_0_2s_2s"
@@ -66,6 +67,8 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r}: use auto, float32, bfloat16 or float16")
         if self.quantization not in (None, "int8"):
             raise ConfigError(f"quantization={shorten(self.quantization)}: use int8, or leave it out")
+        if self.kv_cache_dtype not in ("auto", "int8"):
+            raise ConfigError(f"kv_cache_dtype={shorten(self.kv_cache_dtype)}: use auto or int8")
         for name in ("device", "ops"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a name, not {shorten(getattr(self, name))}")

@@ -65,11 +65,12 @@ class Engine:
         self.dtype = pick_dtype(
             config.dtype, self.model_config.dtype, self.device, widens_bfloat16=self.ops.widens_bfloat16
         )
+        kv_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self.dtype
         self.max_model_len = config.model_len or self.model_config.max_position_embeddings
         self.layout = KVLayout.build(
             self.model_config.sharing,
             self.model_config.geometry,
-            itemsize=self.dtype.itemsize,
+            itemsize=kv_dtype.itemsize,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
             block_size_multiple=self.ops.block_size_multiple,
@@ -84,13 +85,14 @@ class Engine:
             max_model_len=self.max_model_len,
             show_progress=sys.stderr.isatty(),
         )
-        self.kv_pool = KVPool(self.layout, num_pages, dtype=self.dtype, device=self.device)
+        self.kv_pool = KVPool(self.layout, num_pages, dtype=kv_dtype, device=self.device)
         self.block_manager = BlockManager(self.layout, num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
+            max_chunk=1 if self.model_config.sharing.cyclic else None,
         )
         fits = self.layout.max_request_tokens(num_pages)
         # The last token sampled is never read, so it needs no slot.

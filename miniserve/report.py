@@ -18,9 +18,13 @@ def kv_report(layout: KVLayout, num_pages: int, max_model_len: int) -> dict[str,
     `capacity_tokens` is what requests of `max_model_len` tokens can keep together; with full classes only, it is
     exactly the slots of the pool.
     """
+    states = [c for c in layout.classes if c.state_bytes]
     kept = sum(c.bytes_per_token * min(max_model_len, c.window or max_model_len) for c in layout.classes)
+    kept += sum(c.blocks_for(max_model_len) * layout.page_bytes for c in states)
     return {
         "kv_sharing": str(layout.sharing),
+        "cyclic": layout.sharing.cyclic,
+        "state_bytes": sum(c.state_bytes for c in states),
         "bytes_per_token": layout.bytes_per_token,
         "capacity_tokens": num_pages * layout.page_bytes * max_model_len // kept,
         "max_model_len": max_model_len,
@@ -40,7 +44,10 @@ def kv_report(layout: KVLayout, num_pages: int, max_model_len: int) -> dict[str,
             }
             for group in layout.groups
         ],
-        "classes": [{"window": c.window, "groups": list(c.groups), "block_size": c.block_size} for c in layout.classes],
+        "classes": [
+            {"window": c.window, "groups": list(c.groups), "block_size": c.block_size, "state_bytes": c.state_bytes}
+            for c in layout.classes
+        ],
     }
 
 
@@ -52,10 +59,20 @@ def draw_report(report: Mapping[str, Any], drawing: str | None = None) -> str:
     for index, cls in enumerate(classes):
         kept = "all tokens" if cls["window"] is None else f"the last {cls['window']} tokens"
         size = sum(groups[g]["bytes_per_token"] for g in cls["groups"])
+        if cls["state_bytes"]:
+            continue
         lines.append(
             f"class {index}: {_count(len(cls['groups']), 'layer group')} keeping {kept}, "
             f"{size:,} bytes per token, {cls['block_size']} tokens per block"
         )
+    if report["state_bytes"]:
+        blocks = min(cls["block_size"] for cls in classes if cls["state_bytes"])
+        lines.append(
+            f"states of {_count(sum(cls['state_bytes'] > 0 for cls in classes), 'layer')}: "
+            f"{human_bytes(report['state_bytes'])} per request whatever its length, kept for reuse every {blocks} tokens"
+        )
+    if report["cyclic"]:
+        lines.append("layers read K/V made above them: prompts are computed token by token, as slowly as they decode")
     lines += [
         f"{num_layers} layers in {_count(len(groups), 'layer group')}: {report['bytes_per_token']:,} bytes per token, "
         f"{report['reduction']:.2f}x less than without sharing",

@@ -252,10 +252,13 @@ class BlockManager:
         """The longest common hit: (tokens, per class the pages of its logical blocks)."""
         usable = request.num_tokens - 1 if request.first_logit_needed is None else request.first_logit_needed
         found: list[list[int | None]] = []  # per class: the cached page of each logical block, or None
+        # With readers below their owner a step's K/V is not there before its end (LCKV).
+        hidden = set(self._unconfirmed) if self.layout.sharing.cyclic else set()
         for index, cls in enumerate(self.layout.classes):
             num_blocks = usable // cls.block_size
             digests = self._chain(request, cls.block_size, num_blocks)[:num_blocks]
-            found.append([self._cached.get((index, digest)) for digest in digests])
+            keys = [(index, digest) for digest in digests]
+            found.append([None if key in hidden else self._cached.get(key) for key in keys])
             if cls.window is None and None in found[-1]:
                 usable = found[-1].index(None) * cls.block_size
         step = self.layout.alignment

@@ -36,33 +36,60 @@ class KVGeometry:
     head_dim: int
     value_dim: int | None = None  # None: as wide as the key
 
+    def bytes_per_token(self, itemsize: int) -> int:
+        """K and V together; numbers of one byte come with a float32 scale for each head's key and value."""
+        scales = 8 if itemsize == 1 else 0
+        return self.kv_heads * ((self.head_dim + (self.value_dim or self.head_dim)) * itemsize + scales)
+
+
+@dataclass(frozen=True)
+class StateGeometry:
+    """What a recurrent layer keeps of a text of any length: a (Dk, Dv) matrix of float32 for each head."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """None: a state does not grow."""
+        return 0
+
     @property
-    def elements(self) -> int:
-        """Numbers per token, K and V together."""
-        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+    def num_bytes(self) -> int:
+        """Of one state."""
+        return 4 * self.kv_heads * self.head_dim * self.value_dim
+
+
+Geometry = KVGeometry | StateGeometry
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """An owner with its readers: one K and one V memory."""
+    """An owner with its readers: one K and one V memory, or one state."""
 
     owner: int
     layers: tuple[int, ...]  # all that attend to this memory, the owner first
-    geometry: KVGeometry
+    geometry: Geometry
     window: int | None  # tokens kept: the widest reader's window, None for all
     retention_class: int
     bytes_per_token: int
-    offset: int  # elements from the start of a page to this group's K; its V follows
+    offset: int  # bytes from the start of a page to this group's K; its V follows, then the scales of int8
 
 
 @dataclass(frozen=True)
 class RetentionClass:
-    """The groups whose K/V lives equally long; they share one block table per request."""
+    """The groups whose K/V lives equally long; they share one block table per request.
+
+    A state class (`state_bytes` > 0) is one group with a window of 2: all that the next token needs is the state behind
+    the token before it. A block of it is the state behind the block's last token so far, and once that is full, a
+    snapshot from which another request can go on.
+    """
 
     window: int | None  # None: kept as long as the request
     groups: tuple[int, ...]
     block_size: int  # P: token slots in a page
     bytes_per_token: int
+    state_bytes: int = 0
 
     def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
         """The most blocks that a request of `num_tokens` tokens, computed `chunk` at a time, ever holds at once."""
@@ -85,7 +112,7 @@ class KVLayout:
     sharing: KVSharing
     groups: tuple[LayerGroup, ...]
     classes: tuple[RetentionClass, ...]
-    itemsize: int  # bytes per stored number
+    itemsize: int  # bytes per stored number; 1: int8
     page_bytes: int
     unshared_bytes_per_token: int  # what it would be if every layer owned its K/V
 
@@ -93,7 +120,7 @@ class KVLayout:
     def build(
         cls,
         sharing: KVSharing,
-        geometry: Sequence[KVGeometry],
+        geometry: Sequence[Geometry],
         *,
         itemsize: int,
         block_size: int,
@@ -113,23 +140,25 @@ class KVLayout:
                     "a reader needs its owner's KV heads and head size"
                 )
         owners = sharing.group_owners
-        windows = [_effective_window(sharing.retention(owner), max_model_len) for owner in owners]
-        distinct = sorted(set(windows), key=lambda window: (window is not None, window))
-        token_bytes = [geometry[owner].elements * itemsize for owner in owners]
-        class_bytes = [sum(b for b, w in zip(token_bytes, windows) if w == window) for window in distinct]
-        block_sizes = _block_sizes(class_bytes, block_size, block_size_multiple)
-        members = [tuple(g for g, w in enumerate(windows) if w == window) for window in distinct]
-        classes = tuple(map(RetentionClass, distinct, members, block_sizes, class_bytes))
+        states = [geometry[o].num_bytes if isinstance(geometry[o], StateGeometry) else 0 for o in owners]
+        windows = [2 if s else _effective_window(sharing.retention(o), max_model_len) for o, s in zip(owners, states)]
+        token_bytes = [geometry[owner].bytes_per_token(itemsize) for owner in owners]
+        kinds = [(owner if s else -1, w) for owner, s, w in zip(owners, states, windows)]  # a state is its own class
+        distinct = sorted(set(kinds), key=lambda kind: (kind[0], kind[1] is not None, kind[1]))
+        class_bytes = [sum(b for b, k in zip(token_bytes, kinds) if k == kind) for kind in distinct]
+        block_sizes = _block_sizes(class_bytes, block_size, block_size_multiple, max(states))
+        members = [tuple(g for g, k in enumerate(kinds) if k == kind) for kind in distinct]
+        class_states = [sum(states[g] for g in groups if kind[0] >= 0) for kind, groups in zip(distinct, members)]
+        classes = tuple(map(RetentionClass, (w for _, w in distinct), members, block_sizes, class_bytes, class_states))
         groups = [
             LayerGroup(
                 owner=owner,
                 layers=sharing.readers(owner),
                 geometry=geometry[owner],
                 window=windows[g],
-                retention_class=(index := distinct.index(windows[g])),
+                retention_class=(index := distinct.index(kinds[g])),
                 bytes_per_token=token_bytes[g],
-                offset=classes[index].block_size
-                * sum(geometry[owners[other]].elements for other in members[index] if other < g),
+                offset=classes[index].block_size * sum(token_bytes[other] for other in members[index] if other < g),
             )
             for g, owner in enumerate(owners)
         ]
@@ -139,12 +168,12 @@ class KVLayout:
             classes=classes,
             itemsize=itemsize,
             page_bytes=max(size * b for size, b in zip(block_sizes, class_bytes)),
-            unshared_bytes_per_token=sum(geometry[layer].elements * itemsize for layer in range(sharing.num_layers)),
+            unshared_bytes_per_token=sum(layer.bytes_per_token(itemsize) for layer in geometry),
         )
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Sum over groups of Hkv * (Dk + Dv) * itemsize."""
+        """Sum over groups of Hkv * (Dk + Dv) * itemsize (and the scales of int8)."""
         return sum(group.bytes_per_token for group in self.groups)
 
     @property
@@ -182,21 +211,24 @@ def _effective_window(window: int | None, max_model_len: int) -> int | None:
     return None if window is None or window >= max_model_len else window
 
 
-def _block_sizes(class_bytes: list[int], block_size: int, multiple: int) -> list[int]:
+def _block_sizes(class_bytes: list[int], block_size: int, multiple: int, state_bytes: int) -> list[int]:
     """Slots per page of each class: little waste in every class, and block boundaries that often coincide.
 
-    A page is `base` slots of the class with the largest tokens. Among the sizes that leave at most 1/16 of it unused
-    in the others, those with the smallest common multiple are taken, since prefix hits end at one.
+    A page is `base` slots of the class with the largest tokens, and holds the largest state. Among the sizes that leave
+    at most 1/16 of it unused in the others, those with the smallest common multiple are taken, since prefix hits end at
+    one. States are kept as often.
     """
     largest = max(class_bytes)
-    start = ceil(block_size / multiple) * multiple
+    if not largest:
+        raise ConfigError("kv_sharing: no layer keeps K/V; models with states alone are not supported")
+    start = ceil(max(block_size, state_bytes / largest) / multiple) * multiple
     best: list[int] = []
     for base in range(start, start + 32 * multiple, multiple):
         page, sizes = base * largest, [base]
         for b in class_bytes:
-            smallest = ceil(page * (1 - _MAX_WASTE) / b / multiple) * multiple
-            fitting = [base] if b == largest else range(smallest, page // b + 1, multiple)
+            smallest = ceil(page * (1 - _MAX_WASTE) / max(b, 1) / multiple) * multiple
+            fitting = [base] if b in (0, largest) else range(smallest, page // b + 1, multiple)
             sizes.append(min(fitting, key=partial(lcm, *sizes), default=0))
         if 0 not in sizes and (not best or lcm(*sizes) < lcm(*best)):
             best = sizes[1:]
-    return best or [start * largest // b // multiple * multiple for b in class_bytes]
+    return best or [start * largest // (b or largest) // multiple * multiple for b in class_bytes]

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from miniserve.errors import ConfigError
 
@@ -36,7 +37,7 @@ class KVSharing:
     windows: tuple[int | None, ...]
 
     def __post_init__(self) -> None:
-        """Refuse everything that is not a finished acyclic map."""
+        """Refuse everything that is not a finished map."""
         if not self.owners:
             raise ConfigError("kv_sharing: the map is empty; a model has at least one layer")
         if len(self.windows) != len(self.owners):
@@ -44,11 +45,13 @@ class KVSharing:
                 f"kv_sharing: {len(self.windows)} windows for {len(self.owners)} layers; give one (or None) per layer"
             )
         for layer, owner in enumerate(self.owners):
-            if not 0 <= owner <= layer or self.owners[owner] != owner:
-                raise ConfigError(f"kv_sharing: layer {layer} reads layer {owner}, which owns no K/V below it")
+            if not 0 <= owner < len(self.owners) or self.owners[owner] != owner:
+                raise ConfigError(f"kv_sharing: layer {layer} reads layer {owner}, which owns no K/V")
         for layer, window in enumerate(self.windows):
             if window is not None and window < 1:
                 raise ConfigError(f"kv_sharing: layer {layer} has window {window}; a window is at least 1 token")
+            if window is not None and self.owners[layer] > layer:
+                raise ConfigError(f"kv_sharing: layer {layer} reads a layer above it and cannot have a window as well")
 
     # ---------------------------------------------------------------- what the engine asks
 
@@ -69,6 +72,17 @@ class KVSharing:
     def group_of(self, layer: int) -> int:
         """The index of the layer group whose memory this layer reads."""
         return self.group_owners.index(self.owners[layer])
+
+    def sight(self, layer: int) -> dict[str, Any]:
+        """What this layer sees of its group's memory, as `Ops.attend` takes it: a layer that reads one above it cannot
+        see the token itself, whose K/V is not made yet (LCKV, 2405.10637, section 2.2).
+        """
+        return {"window": self.windows[layer], "diagonal": self.owners[layer] <= layer}
+
+    @cached_property
+    def cyclic(self) -> bool:
+        """Whether a layer reads one above it: then a token needs all layers of the token before, and goes alone."""
+        return any(owner > layer for layer, owner in enumerate(self.owners))
 
     def readers(self, owner: int) -> tuple[int, ...]:
         """All layers that read this owner's K/V, the owner itself first."""
@@ -116,7 +130,7 @@ class KVSharing:
         """From one entry per layer: the layer it reads. Chains (2 reads 1 reads 0) end at their root.
 
         Raises:
-            ConfigError: an entry is no layer, points forward, or lies on a ring.
+            ConfigError: an entry is no layer, or lies on a ring.
         """
         owners = tuple(_root(reads, layer) for layer in range(len(reads)))
         return cls(owners, tuple(windows) if windows is not None else (None,) * len(owners))
@@ -136,7 +150,7 @@ class KVSharing:
         `own_windows` (the model's own windows), by default the whole context.
 
         Raises:
-            ConfigError: unknown scheme, a bad number, the wrong number of layers, or a map that is not acyclic.
+            ConfigError: unknown scheme, a bad number, the wrong number of layers, or a ring.
         """
         scheme, _, argument = text.strip().partition(":")
         if scheme == "lckv" or re.match(r"\d+s?\d*(_|$)", text.strip()):
@@ -313,18 +327,18 @@ SCHEMES: dict[str, tuple[Callable[..., KVSharing], bool]] = {
 
 def _root(reads: Sequence[int], layer: int) -> int:
     """Follow `reads` from a layer to the owner it ends at."""
-    while reads[layer] != layer:
-        target = reads[layer]
+    path = [layer]
+    while reads[path[-1]] != path[-1]:
+        target = reads[path[-1]]
         if not isinstance(target, int) or not 0 <= target < len(reads):
             raise ConfigError(
-                f"kv_sharing: layer {layer} reads layer {target!r}, which does not exist; "
+                f"kv_sharing: layer {path[-1]} reads layer {target!r}, which does not exist; "
                 f"the model has layers 0 to {len(reads) - 1}"
             )
-        if target > layer:
+        if target in path:
             raise ConfigError(
-                f"kv_sharing: layer {layer} reads layer {target} above it. Such cyclic maps (LCKV's sandwich and "
-                "'0_20_20_...' strings) need K/V that the same pass has not made yet and are not supported; "
-                "a layer may read itself or a layer below"
+                f"kv_sharing: layer {layer} reads in a ring ({' -> '.join(map(str, [*path, target]))}); "
+                "one of these layers must own its K/V by reading itself"
             )
-        layer = target
-    return layer
+        path.append(target)
+    return path[-1]

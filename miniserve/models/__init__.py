@@ -22,7 +22,7 @@ from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields, ModelConfig, read_config
 from miniserve.ops import Ops
 
-_NOT_FAMILIES = {"checkpoint", "config", "layers"}
+_NOT_FAMILIES = {"checkpoint", "config", "gemma", "layers"}
 
 
 class Model(Protocol):
@@ -100,4 +100,5 @@ def _family(fields: Fields) -> ModuleType:
 
 
 def _module_name(model_type: str) -> str:
-    return model_type.replace("-", "_")
+    """Text-only configs of multimodal families say so: `gemma4_text`."""
+    return model_type.replace("-", "_").removesuffix("_text")

@@ -31,6 +31,11 @@ class ModelConfig:
     geometry: tuple[KVGeometry, ...]  # per layer
     sliding_window: int | None = None  # what `s` means in a map given by the user
 
+    @property
+    def cut(self) -> int:
+        """The layer behind which only sampled rows go on."""
+        return self.sharing.cut
+
 
 class Fields:
     """Typed access to config.json.
@@ -56,7 +61,7 @@ class Fields:
 
     def count(self, name: str, default: int) -> int:
         """A whole number from 0 on."""
-        return 0 if self.get(name) == 0 else self.size(name, default)
+        return 0 if self.get(name, default) == 0 else self.size(name, default)
 
     def optional_size(self, name: str) -> int | None:
         """A whole number from 1 on, or None."""

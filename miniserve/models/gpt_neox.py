@@ -137,7 +137,7 @@ class Attention:
             batch,
             scale=self.scale,
             rotation=rotation,
-            window=self.config.sharing.windows[self.layer],
+            **self.config.sharing.sight(self.layer),
             key_rotary=self.rotary if rotate_on_read else None,
         )
         return self.ops.linear(out.flatten(1), self.dense, residual)
@@ -222,7 +222,7 @@ class Model:
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
         """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
         x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        return run_layers(self.ops, self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
+        return run_layers(self.ops, self.layers, x, batch, kv_pool, self.rotary, self.config.cut)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, H) -> logits (R, V), float32."""

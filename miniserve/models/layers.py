@@ -17,7 +17,7 @@ from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields
-from miniserve.ops import Norm, Ops, RotaryEmbedding, Rotation
+from miniserve.ops import Activation, Norm, Ops, RotaryEmbedding, Rotation
 
 
 class Layer(Protocol):
@@ -37,12 +37,12 @@ def run_layers(
     batch: ForwardBatch,
     kv_pool: KVPool,
     rotary: RotaryEmbedding,
-    cut: int,
+    cut: int | None,
 ) -> Tensor:
     """x (T, H) through all layers -> the hidden states of `batch.behind_cut`, (T', H).
 
-    Once the last owner (layer `cut`) has written its K/V, no token needs the others' hidden states any more: only
-    rows whose logits are wanted go on.
+    Once layer `cut`, the last owner, has written its K/V, no token needs the others' hidden states any more: only
+    rows whose logits are wanted go on. With None nothing is cut, and all (T, H) come back.
     """
     rotation = ops.angles(rotary, batch.positions)
     for i, layer in enumerate(layers):
@@ -52,6 +52,53 @@ def run_layers(
             rotation = ops.angles(rotary, batch.positions)
         x = layer.finish(q, x, batch, kv_pool, rotation)
     return x
+
+
+class GatedMlp:
+    """down(activation(gate x) * up x): the MLP of Llama (SwiGLU, 2002.05202) and of most others."""
+
+    def __init__(
+        self,
+        weights: Checkpoint,
+        ops: Ops,
+        names: tuple[str, str, str],  # gate, up, down
+        hidden_size: int,
+        inner_size: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+    ) -> None:
+        gate, up, down = names
+        self.ops, self.activation = ops, activation
+        self.gate_up = gated_linear(weights, ops, gate, up, inner_size, hidden_size, bias=bias)
+        self.down = linear(weights, ops, down, hidden_size, inner_size, bias=bias)
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """x (T, H), normed first if `norm` says how -> (T, H), added to `residual` if there is one."""
+        inner = self.ops.gated_linear(x, self.gate_up, self.activation, norm=norm)
+        return self.ops.linear(inner, self.down, residual)
+
+
+class Experts:
+    """Gated MLPs of which each row uses a few (mixture of experts, 1701.06538)."""
+
+    def __init__(self, ops: Ops, gate_up: Sequence[Tensor], down: Sequence[Tensor], activation: Activation) -> None:
+        self.ops, self.activation = ops, activation
+        self.gate_up = [ops.pack_gated(weight) for weight in gate_up]  # each (2 F, H), gate first
+        self.down = [ops.pack(weight) for weight in down]  # each (H, F)
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """x (T, H); per row `chosen` (T, k) experts with their `shares` (T, k) -> the sum of their outputs, (T, H).
+
+        A row's experts are added in the order of their numbers, whatever the other rows use.
+        """
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            inner = self.ops.gated_linear(x[rows], self.gate_up[expert], self.activation)
+            mixed = self.ops.linear(inner, self.down[expert]) * shares[rows, place, None]
+            out.index_add_(0, rows, mixed.to(out.dtype))
+        return out
 
 
 def output_head(weights: Checkpoint, ops: Ops, name: str, embedding: Tensor, *, tied: bool) -> Any:
@@ -145,10 +192,17 @@ def _linear(fields: Fields, dim: int, max_positions: int, max_model_len: int) ->
 
 
 def _dynamic(fields: Fields, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
-    """Dynamic NTK: a larger base for longer texts."""
+    """Dynamic NTK: a larger base for longer texts; with `alpha` (HunYuan), one that no longer depends on the length."""
     factor = fields.number("factor")
-    stretch = factor * max(max_model_len, max_positions) / max_positions - (factor - 1)
+    stretch = fields.number("alpha", factor * max(max_model_len, max_positions) / max_positions - (factor - 1))
     return _inv_freq(fields.number("rope_theta") * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def _proportional(fields: Fields, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+    """Gemma 4's full layers: the slower frequencies do not turn at all."""
+    inv_freq = _inv_freq(fields.number("rope_theta"), dim)
+    turning = int(fields.number("partial_rotary_factor", 1.0) * dim // 2)
+    return torch.where(torch.arange(dim // 2) < turning, inv_freq, 0.0) / fields.number("factor", 1.0), 1.0
 
 
 def _llama3(fields: Fields, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
@@ -196,6 +250,7 @@ ROPE_TYPES: dict[str, Callable[[Fields, int, int, int], tuple[Tensor, float]]] =
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
 }

@@ -10,6 +10,7 @@ K/V. Other files of this folder (mistral, qwen2, lckv_llama, ...) only read anot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields, ModelConfig
 from miniserve.models.layers import (
-    gated_linear,
+    GatedMlp,
     ignore_reader_kv,
     linear,
     output_head,
@@ -115,8 +116,8 @@ class Attention:
 
     def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """q (T, Hq, D) -> residual + attention over the group's memory, (T, H)."""
-        memory, window = kv_pool.of_layer(self.layer), self.config.sharing.windows[self.layer]
-        out = self.ops.attend(q, memory, batch, scale=self.scale, rotation=rotation, window=window)
+        memory, sight = kv_pool.of_layer(self.layer), self.config.sharing.sight(self.layer)
+        out = self.ops.attend(q, memory, batch, scale=self.scale, rotation=rotation, **sight)
         return self.ops.linear(out.flatten(1), self.o_proj, residual)
 
 
@@ -124,14 +125,11 @@ class Layer:
     """Two norms, attention, gated MLP."""
 
     def __init__(self, config: LlamaConfig, layer: int, weights: Checkpoint, ops: Ops) -> None:
-        self.ops = ops
-        name, hidden, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
-        gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
-        self.input_norm = rms_norm(weights, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
+        name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+        self.input_norm = rms_norm(weights, f"{name}.input_layernorm", hidden, eps)
         self.attention = Attention(config, layer, weights, ops)
-        self.mlp_norm = rms_norm(weights, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
-        self.gate_up = gated_linear(weights, ops, gate, up, inner, hidden, bias=config.mlp_bias)
-        self.down = linear(weights, ops, f"{name}.mlp.down_proj", hidden, inner, bias=config.mlp_bias)
+        self.mlp_norm = rms_norm(weights, f"{name}.post_attention_layernorm", hidden, eps)
+        self.mlp = llama_mlp(config, f"{name}.mlp", weights, ops)
 
     def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """x (T, H) -> q (T, Hq, D); K/V of an owner are written."""
@@ -140,17 +138,24 @@ class Layer:
     def finish(self, q: Tensor, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """q (T, Hq, D), x (T, H) -> x + attention + MLP, (T, H)."""
         x = self.attention.attend(q, x, batch, kv_pool, rotation)
-        inner = self.ops.gated_linear(x, self.gate_up, "silu", norm=self.mlp_norm)
-        return self.ops.linear(inner, self.down, residual=x)
+        return self.mlp(x, norm=self.mlp_norm, residual=x)
+
+
+def llama_mlp(config: LlamaConfig, name: str, weights: Checkpoint, ops: Ops, scale: int = 1) -> GatedMlp:
+    """The MLP called `name`, `scale` times as wide as the config says."""
+    names = f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
+    return GatedMlp(weights, ops, names, config.hidden_size, scale * config.intermediate_size, bias=config.mlp_bias)
 
 
 class Model:
-    """token ids -> hidden states of the rows behind the cut -> logits."""
+    """token ids -> hidden states of the rows behind the cut -> logits. Other families bring their own `layer`."""
 
-    def __init__(self, config: LlamaConfig, weights: Checkpoint, ops: Ops, max_model_len: int) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: Checkpoint, ops: Ops, max_model_len: int, layer: Callable[..., Any] = Layer
+    ) -> None:
         self.config, self.ops = config, ops
         self.embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self.layers = [Layer(config, i, weights, ops) for i in range(config.sharing.num_layers)]
+        self.layers = [layer(config, i, weights, ops) for i in range(config.sharing.num_layers)]
         self.norm = rms_norm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.lm_head = output_head(weights, ops, "lm_head.weight", self.embedding, tied=config.tie_word_embeddings)
         ignore_reader_kv(weights, config.sharing, "model.layers", r"self_attn\.(k_proj|v_proj|k_norm)")
@@ -162,7 +167,7 @@ class Model:
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
         """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
         x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        return run_layers(self.ops, self.layers, x, batch, kv_pool, self.rotary, self.config.sharing.cut)
+        return run_layers(self.ops, self.layers, x, batch, kv_pool, self.rotary, self.config.cut)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, H) -> logits (R, V), float32."""

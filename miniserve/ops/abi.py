@@ -20,8 +20,10 @@ Weight = _struct(
 
 # csrc/attention.h
 Memory = _struct(
-    "Memory", k=_P, v=_P, page_stride=_N, block_size=_N, kv_heads=_N, key_dim=_N, value_dim=_N, dtype=_I
-)  # fmt: skip
+    "Memory",
+    **{"k": _P, "v": _P, "page_stride": _N, "block_size": _N, "kv_heads": _N, "key_dim": _N, "value_dim": _N},
+    **{"dtype": _I, "k_scale": _P, "v_scale": _P, "scale_stride": _N},
+)
 Requests = _struct(
     "Requests", cu_seqlens_q=_P, seqused_k=_P, block_table=_P, slots=_P, count=_N, block_table_width=_N, num_rows=_N
 )  # fmt: skip
@@ -48,7 +50,7 @@ WriteArguments = _struct(
 AttendArguments = _struct(
     "AttendArguments",
     **{"memory": _P, "requests": _P, "q": _P, "rotation": _P, "key_rotation": _P, "out": _P},
-    **{"q_stride": _N, "q_heads": _N, "window": _N, "scale": _F, "softcap": _F},
+    **{"q_stride": _N, "q_heads": _N, "window": _N, "scale": _F, "softcap": _F, "diagonal": _I},
 )
 Call = _struct("Call", function=_P, arguments=_P)
 

@@ -65,6 +65,7 @@ class CpuOps(Ops):
         self._twins: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._recording: replay.Program | None = None
         self._programs: OrderedDict[Hashable, replay.Program] = OrderedDict()
+        self._never_recorded: weakref.WeakSet[Any] = weakref.WeakSet()
         self._workspace = replay.Workspace()
         library = load_library(flags)
         for name, (argument_types, result_type) in abi.SIGNATURES.items():
@@ -90,7 +91,7 @@ class CpuOps(Ops):
         self, model: Callable[[ForwardBatch, KVPool], Tensor], batch: ForwardBatch, kv_pool: KVPool, *, eager: bool
     ) -> Tensor:
         """See `Ops.run`: decode steps are recorded the first time and repeated from then on (`replay.py`)."""
-        key = None if eager else replay.key_of(model, batch, kv_pool)
+        key = None if eager or model in self._never_recorded else replay.key_of(model, batch, kv_pool)
         if key is None:
             return model(batch, kv_pool)
         program = self._programs.get(key)
@@ -106,9 +107,13 @@ class CpuOps(Ops):
     ) -> Tensor:
         self._recording = program = replay.program_for(model, batch, kv_pool)
         try:
-            program.finish(model(program.batch, kv_pool))
+            with replay.TorchWatch() as watch:
+                program.finish(model(program.batch, kv_pool))
         finally:
             self._recording = None
+        if watch.has_computed:
+            self._never_recorded.add(model)
+            return program.result()
         self._programs[key] = program
         if len(self._programs) > replay.MOST_PROGRAMS:
             self._programs.popitem(last=False)
@@ -183,6 +188,7 @@ class CpuOps(Ops):
         scale: float,
         rotation: Rotation | None = None,
         window: int | None = None,
+        diagonal: bool = True,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
@@ -198,7 +204,7 @@ class CpuOps(Ops):
             abi.AttendArguments(
                 *(twins[0].address, twins[1].address, q.data_ptr()),
                 *(angles and angles.address, key_angles and key_angles.address, out.data_ptr()),
-                *(q.stride(0), q.shape[1], window or 0, scale, softcap or 0.0),
+                *(q.stride(0), q.shape[1], window or 0, scale, softcap or 0.0, diagonal),
             ),
             *(*twins, angles, key_angles, key_rotation),
         )
@@ -295,7 +301,9 @@ def _memory_twin(memory: GroupMemory) -> Any:
     _, block_size, kv_heads, key_dim = memory.k.shape
     addresses = memory.k.data_ptr(), memory.v.data_ptr()
     sizes = block_size, kv_heads, key_dim, memory.v.shape[-1]
-    return abi.Memory(*addresses, memory.k.stride(0), *sizes, _DTYPES[memory.k.dtype])
+    scales = _address(memory.k_scale), _address(memory.v_scale)
+    scale_stride = 0 if memory.k_scale is None else memory.k_scale.stride(0)
+    return abi.Memory(*addresses, memory.k.stride(0), *sizes, _DTYPES[memory.k.dtype], *scales, scale_stride)
 
 
 def _requests_twin(retention_class: int, batch: ForwardBatch) -> Any:

@@ -94,16 +94,19 @@ class CudaOps(ReferenceOps):
         scale: float,
         rotation: Rotation | None = None,
         window: int | None = None,
+        diagonal: bool = True,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
-        """See `Ops.attend`."""
+        """See `Ops.attend`. Without the diagonal a request has one key less: ends are aligned, so each query has."""
         q = q if rotation is None else self.rotate(q, rotation)
         if batch.token_ids.shape[0] == 0:  # behind the cut of a step that samples nothing; kernels refuse it
             return q.new_empty(0, q.shape[1], memory.v.shape[-1])
         if self.attention.lacks(q, memory, softcap, key_rotary is not None):
-            return super().attend(q, memory, batch, scale=scale, window=window, softcap=softcap, key_rotary=key_rotary)
-        return self.attention.run(q, memory, batch, scale, window, softcap)
+            options = {"window": window, "diagonal": diagonal, "softcap": softcap, "key_rotary": key_rotary}
+            return super().attend(q, memory, batch, scale=scale, **options)
+        seen = batch if diagonal else replace(batch, seqused_k=batch.seqused_k - 1)
+        return self.attention.run(q, memory, seen, scale, window, softcap)
 
 
 # ---------------------------------------------------------------- the kernels, in their own words

@@ -134,13 +134,14 @@ class Ops(ABC):
         scale: float,
         rotation: Rotation | None = None,
         window: int | None = None,
+        diagonal: bool = True,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
         """Causal attention of q (T, Hq, Dk), rotated if `rotation` says how, over a group's memory -> (T, Hq, Dv).
 
         Owner and reader call it alike: neither brings K or V, both read the pool. The row at position i sees
-        keys i - window + 1 to i. `softcap` c turns scores s into c * tanh(s / c). `key_rotary` rotates keys
+        keys i - window + 1 to i, or to i - 1 without the `diagonal`; one that sees nothing gets 0. `softcap` c turns scores s into c * tanh(s / c). `key_rotary` rotates keys
         that are stored un-rotated as they are read (MLKV's owners). Blocks that the window has passed are
         never touched.
         """

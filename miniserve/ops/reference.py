@@ -71,8 +71,11 @@ class ReferenceOps(Ops):
         """See `Ops.write_kv`."""
         slots = batch.slot_mapping[memory.retention_class]
         block, offset = slots // memory.block_size, slots % memory.block_size
-        memory.k[block, offset] = k if rotation is None else self.rotate(k, rotation)
-        memory.v[block, offset] = v
+        k = k if rotation is None else self.rotate(k, rotation)
+        for x, stored, scale in ((k, memory.k, memory.k_scale), (v, memory.v, memory.v_scale)):
+            if scale is not None:
+                x, scale[block, offset] = _quantised(x)
+            stored[block, offset] = x
 
     def attend(
         self,
@@ -83,6 +86,7 @@ class ReferenceOps(Ops):
         scale: float,
         rotation: Rotation | None = None,
         window: int | None = None,
+        diagonal: bool = True,
         softcap: float | None = None,
         key_rotary: RotaryEmbedding | None = None,
     ) -> Tensor:
@@ -95,10 +99,10 @@ class ReferenceOps(Ops):
             queries = q[offsets[s] : offsets[s + 1]]  # (n, Hq, Dk)
             first_query = seqlen_k - queries.shape[0]  # its position
             first_key = 0 if window is None else max(0, first_query - window + 1)
-            k, v = _gather(memory, tables[s], first_key, seqlen_k)  # (m, Hkv, D) each
+            k, v = (x.to(q.dtype) for x in _gather(memory, tables[s], first_key, seqlen_k))  # (m, Hkv, D) each
             if key_rotary is not None:
                 k = self.rotate(k, key_rotary(torch.arange(first_key, seqlen_k, device=q.device)))
-            mask = _visible(first_query, first_key, seqlen_k, window, q.device)  # (n, m)
+            mask = _visible(first_query, first_key, seqlen_k, window, diagonal, q.device)  # (n, m)
             outputs.append(_attend_one(queries, k, v, mask, scale, softcap))
         return torch.cat(outputs)
 
@@ -121,14 +125,26 @@ def _gather(memory: GroupMemory, table: Tensor, first: int, stop: int) -> tuple[
     first_block = first // block_size
     blocks = table[first_block : -(-stop // block_size)]
     span = slice(first - first_block * block_size, stop - first_block * block_size)
-    return memory.k[blocks].flatten(0, 1)[span], memory.v[blocks].flatten(0, 1)[span]
+    k, v = memory.k[blocks].flatten(0, 1)[span], memory.v[blocks].flatten(0, 1)[span]
+    if memory.k_scale is None or memory.v_scale is None:
+        return k, v
+    scales = (scale[blocks].flatten(0, 1)[span, :, None] for scale in (memory.k_scale, memory.v_scale))
+    return k * next(scales), v * next(scales)
 
 
-def _visible(first_query: int, first_key: int, stop: int, window: int | None, device: torch.device) -> Tensor:
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (T, Hkv, D) -> whole numbers from -127 to 127 and what each is worth, (T, Hkv)."""
+    scale = x.float().abs().amax(-1) / 127
+    return (x.float() / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8), scale
+
+
+def _visible(
+    first_query: int, first_key: int, stop: int, window: int | None, diagonal: bool, device: torch.device
+) -> Tensor:
     """(n, m) bool: which key each query sees."""
     queries = torch.arange(first_query, stop, device=device)[:, None]
     keys = torch.arange(first_key, stop, device=device)[None, :]
-    visible = keys <= queries
+    visible = keys <= queries if diagonal else keys < queries
     return visible if window is None else visible & (keys > queries - window)
 
 
@@ -142,5 +158,5 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sof
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0).to(q.dtype)  # softmax of none: NaN
     return torch.einsum("hgnm,mhd->nhgd", weights, v).reshape(n, num_heads, -1)

@@ -4,6 +4,9 @@ A step in which each of S requests has one token makes the same calls with the s
 that its inputs lie where they lay before. So the first such step is recorded while it runs, on a batch of its own, and
 later ones are copied into that batch. It is what CUDA graphs do on a GPU; here it saves the time between kernels, which
 for one request is a quarter of the step.
+
+Only kernel calls are recorded. A model that also computes with torch in between (experts, states) would be repeated
+wrongly, so that is noticed while recording (`TorchWatch`), and its steps are not repeated.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from miniserve.batch import ForwardBatch
 from miniserve.ops import abi
@@ -47,6 +51,21 @@ class Workspace:
         buffer = self._buffers[min(free, key=lambda i: len(self._buffers[i]))]
         offset = -ctypes.addressof(buffer) % 64
         return torch.frombuffer(buffer, dtype=torch.float32, count=size, offset=offset)[: prod(shape)].view(shape)
+
+
+class TorchWatch(TorchDispatchMode):
+    """Notices whether torch computes anything itself; views of what the kernels made are no computation."""
+
+    has_computed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each of its operations."""
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (list, tuple)) else [result]
+        sources = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        copies = any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in sources for x in made)
+        self.has_computed |= copies or not func.is_view
+        return result
 
 
 @dataclass

@@ -67,12 +67,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_waiting: int,
+        max_chunk: int | None = None,
         policy: Policy = first_come_first_served,
     ) -> None:
         self.block_manager = block_manager
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_chunk = min(max_chunk or max_num_batched_tokens, max_num_batched_tokens)  # tokens of one request
         self.max_waiting = max_waiting
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -179,7 +181,7 @@ class Scheduler:
         """How many tokens of a running request can be computed now, preempting younger ones until at least one can."""
         while request in self.running:
             start = request.num_computed_tokens
-            want = min(step.budget, request.num_tokens - start)
+            want = min(step.budget, self.max_chunk, request.num_tokens - start)
             fits = self.block_manager.num_tokens_that_fit(request, start, start + want)
             if fits:
                 return fits
@@ -196,9 +198,9 @@ class Scheduler:
         while self.waiting and step.budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             start = self.block_manager.take_prefix(request)
-            want = min(step.budget, request.num_tokens - start)
+            want = min(step.budget, self.max_chunk, request.num_tokens - start)
             fits = self.block_manager.num_tokens_that_fit(request, start, start + want)
-            roomy = self.block_manager.can_hold_all(request, self.max_num_batched_tokens)
+            roomy = self.block_manager.can_hold_all(request, self.max_chunk)
             if not fits or (self.running and not roomy):
                 self.block_manager.free(request)
                 return

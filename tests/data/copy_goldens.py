@@ -22,10 +22,21 @@ from torch import Tensor
 NAMES = (
     "cla-llama-2",
     "cla-llama-3",
+    "gemma3n",
+    "gemma4-e2b",
+    "gemma4-kv-eq",
+    "gemma4-moe",
+    "gemma4-nested",
+    "hunyuan-a13b-moe",
+    "hunyuan-cla2",
+    "hunyuan-cla2-moe",
+    "hunyuan-cla3-nonorm",
+    "hunyuan-dense-v1",
     "lckv-cla-map",
     "lckv-cla2",
     "lckv-cla3",
     "lckv-mixattn",
+    "lckv-w2",
     "lckv-yoco",
     "llama-bias",
     "llama3-rope",
@@ -36,6 +47,10 @@ NAMES = (
     "mlkv-neox-kvmlp",
     "qwen2-bias",
     "qwen3-qknorm",
+    "swiftkv-acrosskv",
+    "swiftkv-llama",
+    "yoco-gret",
+    "yoco-swa",
 )
 BUFFER = re.compile(r"attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 NOT_NEEDED = re.compile(r"greedy_logits\.")

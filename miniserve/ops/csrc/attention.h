@@ -8,6 +8,9 @@
 //
 // q.k is then 16 scores per step without a sum across lanes, and p.v 16 output dims per step without a transpose.
 //
+// Int8 K and V have a scale for each token and head, [Hkv][P] in a page. A key's scale multiplies its score, a value's
+// its weight: 16 at a time, so that the products run on the stored numbers.
+//
 // A tile is up to 12 queries that read the same keys: the query heads of one KV head, times as many neighbouring rows
 // as fit. Scores come 64 keys at a time; a running maximum and sum make the softmax exact (online softmax, 1805.02867;
 // FlashAttention, 2205.14135). The 64 begin at multiples of 64 whatever the tile, so a row's result does not depend
@@ -17,6 +20,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -52,6 +56,8 @@ struct Memory {
   long page_stride;  // elements from one page to the next
   long block_size, kv_heads, key_dim, value_dim;
   int dtype;
+  float *k_scale, *v_scale;  // of page 0, or null; a page's are `scale_stride` behind those of the page before
+  long scale_stride;
 
   template <class Stored>
   Stored* keys(long page, long head, long slot) const {  // of the block of 16 that holds the slot
@@ -61,7 +67,14 @@ struct Memory {
   Stored* values(long page, long head, long slot) const {
     return static_cast<Stored*>(v) + page * page_stride + (head * block_size + slot / kLanes * kLanes) * value_dim;
   }
+  float* scale(float* scales, long page, long head, long slot) const {
+    return scales + page * scale_stride + head * block_size + slot;
+  }
 };
+
+// Keys rotated as they are read may grow by sqrt 2: int8 ones are stored smaller by that.
+template <class T>
+constexpr float kRotatedRoom = std::is_same<T, WideInt8>::value ? 1.41421356f : 1.0f;
 
 // The step's requests: `batch.py`'s ForwardBatch.
 struct Requests {
@@ -76,6 +89,7 @@ struct AttentionOptions {
   float scale;
   long window;  // 0: none
   float softcap;  // 0: none
+  bool diagonal;  // whether a query sees the key of its own position
   const Rotation* rotation;  // of the queries, or null
   const Rotation* key_rotation;  // of all positions, to rotate keys as they are read, or null
 };
@@ -84,6 +98,7 @@ template <class T>
 class Attention {
   typedef typename T::Lhs Lhs;
   typedef typename T::Stored Stored;
+  static constexpr bool kScaled = std::is_same<T, WideInt8>::value;
 
  public:
   Attention(const float* q, long q_stride, long q_heads, const Memory& memory, const Requests& requests,
@@ -140,8 +155,9 @@ class Attention {
         q = rotated.data();
       }
       for (long step = 0; step < key_steps; ++step) queries[i * key_steps + step] = scaled(q, step);
-      last[i] = first_position + i / tile.heads;
-      first[i] = options_.window ? std::max<long>(0, last[i] - options_.window + 1) : 0;
+      const long position = first_position + i / tile.heads;
+      last[i] = options_.diagonal ? position : position - 1;
+      first[i] = options_.window ? std::max<long>(0, position - options_.window + 1) : 0;
       best[i] = kMinusInfinity;
     }
 
@@ -154,7 +170,9 @@ class Attention {
       const int end = static_cast<int>(std::min<long>(kChunk / kLanes, last[R - 1] / kLanes - chunk / kLanes + 1));
       score(R, tile, pages, queries.data(), key_steps, chunk, begin, end, scores);
       alignas(64) float rescale[kLanes];
+      if (kScaled) scale_scores(R, tile, pages, chunk, begin, end, scores);
       softmax_step(R, begin, end, chunk, first, last, scores, best, total, rescale);
+      if (kScaled) scale_weights(R, tile, pages, chunk, begin, end, scores);
       for (int i = 0; i < R; ++i) {
         if (rescale[i] != 1.0f)
           for (long g = 0; g < value_groups; ++g) {
@@ -172,7 +190,7 @@ class Attention {
       const long row = first_row + i / tile.heads;
       const long head = tile.kv_head * sharing_ + tile.first_head + i % tile.heads;
       float* out = out_ + (row * q_heads_ + head) * value_dim;
-      const float inverse = 1.0f / sum(total[i]);
+      const float weight = sum(total[i]), inverse = weight > 0 ? 1.0f / weight : 0;  // 0: no key was seen
       for (long d = 0; d < value_dim; ++d) out[d] = sums[i * value_groups * kLanes + d] * inverse;
     }
   }
@@ -206,6 +224,30 @@ class Attention {
     for (int i = 0; i < rows; ++i) std::fill(scores[i] + begin * kLanes, scores[i] + end * kLanes, 0.0f);
     const Rhs<T> rhs = {keys + begin, next + begin, 1, end - begin, kLanes * T::kPack, key_steps};
     dot_rows<T>(rows, queries, key_steps, rhs, scores[0] + begin * kLanes, kChunk);
+  }
+
+  void scale_scores(int rows, const Tile& tile, const int32_t* pages, long chunk, int begin, int end,
+                    float (*scores)[kChunk]) const {
+    const float room = options_.key_rotation ? kRotatedRoom<T> : 1.0f;
+    for (int b = begin; b < end; ++b) {
+      const Floats scale = room * load_scale(memory_.k_scale, tile, pages, chunk + b * kLanes);
+      for (int i = 0; i < rows; ++i) store(scores[i] + b * kLanes, load(scores[i] + b * kLanes) * scale);
+    }
+  }
+
+  void scale_weights(int rows, const Tile& tile, const int32_t* pages, long chunk, int begin, int end,
+                     float (*weights)[kChunk]) const {
+    for (int b = begin; b < end; ++b) {
+      const Floats scale = load_scale(memory_.v_scale, tile, pages, chunk + b * kLanes);
+      for (int i = 0; i < rows; ++i) {
+        const Floats p = load(weights[i] + b * kLanes);  // 0 where no key is, and then the scale may be anything
+        store(weights[i] + b * kLanes, p > 0 ? p * scale : Floats{});
+      }
+    }
+  }
+
+  Floats load_scale(float* scales, const Tile& tile, const int32_t* pages, long position) const {
+    return load(memory_.scale(scales, page_of(pages, position), tile.kv_head, position % memory_.block_size));
   }
 
   // One step of the online softmax: scores become weights; what earlier sums must be multiplied by goes to `rescale`.
@@ -312,9 +354,12 @@ class Attention {
       const float* sin = angles.sin + (position + lane) * half;
       for (long d = 0; d < half; ++d) {
         const float a = T::widen(keys[at(d, lane)]), b = T::widen(keys[at(d + half, lane)]);
-        out[at(d, lane)] = T::round(a * cos[d] - b * sin[d]);
-        out[at(d + half, lane)] = T::round(b * cos[d] + a * sin[d]);
+        out[at(d, lane)] = T::round((a * cos[d] - b * sin[d]) / kRotatedRoom<T>);
+        out[at(d + half, lane)] = T::round((b * cos[d] + a * sin[d]) / kRotatedRoom<T>);
       }
+      if (kRotatedRoom<T> > 1)
+        for (long d = 2 * half; d < memory_.key_dim; ++d)
+          out[at(d, lane)] = T::round(T::widen(keys[at(d, lane)]) / kRotatedRoom<T>);
     }
     return out.data();
   }
@@ -329,6 +374,14 @@ class Attention {
   std::vector<Tile> tiles_;
 };
 
+// The scale that brings the largest of some numbers to 127; returns its inverse.
+inline float write_scale(const float* x, long dim, float* scale) {
+  float largest = 0;
+  for (long d = 0; d < dim; ++d) largest = std::max(largest, std::fabs(x[d]));
+  *scale = largest / 127.0f;
+  return largest > 0 ? 127.0f / largest : 0;
+}
+
 // Rotate (unless `rotation` is null) and write the K/V of some rows to their slots; k (rows, kv_heads, key_dim).
 template <class T>
 void write_kv(ThreadPool& pool, const float* k, long k_stride, const float* v, long v_stride, const Requests& requests,
@@ -342,7 +395,7 @@ void write_kv(ThreadPool& pool, const float* k, long k_stride, const float* v, l
       const long lane = slot % kLanes, step = lane / T::kPack, part = lane % T::kPack;
       // The other half of a pair holds nothing yet, unless the next row, of the same request, brings it.
       const bool next_is_neighbour = row + 1 < requests.num_rows && requests.slots[row + 1] == requests.slots[row] + 1;
-      const bool clear = part + 1 < T::kPack && !next_is_neighbour;
+      const bool clear = T::kPack == 2 && part == 0 && !next_is_neighbour;  // a byte is never NaN
       for (long head = 0; head < memory.kv_heads; ++head) {
         const float* key = k + row * k_stride + head * memory.key_dim;
         const float* value = v + row * v_stride + head * memory.value_dim;
@@ -350,11 +403,16 @@ void write_kv(ThreadPool& pool, const float* k, long k_stride, const float* v, l
           rotation->apply(row, key, memory.key_dim, rotated.data());
           key = rotated.data();
         }
+        float key_inverse = 1, value_inverse = 1;
+        if (memory.k_scale) {
+          key_inverse = write_scale(key, memory.key_dim, memory.scale(memory.k_scale, page, head, slot));
+          value_inverse = write_scale(value, memory.value_dim, memory.scale(memory.v_scale, page, head, slot));
+        }
         Stored* keys = memory.keys<Stored>(page, head, slot);
         for (long d = 0; d < memory.key_dim; ++d)
-          keys[(d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack] = T::round(key[d]);
+          keys[(d / T::kPack * kLanes + lane) * T::kPack + d % T::kPack] = T::round(key[d] * key_inverse);
         Stored* values = memory.values<Stored>(page, head, slot) + step * memory.value_dim * T::kPack;
-        for (long d = 0; d < memory.value_dim; ++d) values[d * T::kPack + part] = T::round(value[d]);
+        for (long d = 0; d < memory.value_dim; ++d) values[d * T::kPack + part] = T::round(value[d] * value_inverse);
         if (clear)
           for (long d = 0; d < memory.value_dim; ++d) values[d * T::kPack + part + 1] = 0;
       }

@@ -6,8 +6,7 @@
 //     matmul.h     packed weights, products with epilogues
 //     attention.h  paged attention, writing of K/V
 //
-// Activations are float32; weights, keys and values are float32 (dtype 0) or bfloat16 (dtype 1), weights also int8
-// (dtype 2). Strides are in elements; the last dimension is contiguous.
+// Activations are float32; weights, keys and values are float32 (dtype 0), bfloat16 (dtype 1) or int8 (dtype 2). Strides are in elements; the last dimension is contiguous.
 
 #include "attention.h"
 #include "matmul.h"
@@ -22,6 +21,14 @@ void with_dtype(int dtype, const Body& body) {
     body(Float32());
   else
     body(BFloat16());
+}
+
+template <class Body>
+void with_kv_dtype(int dtype, const Body& body) {
+  if (dtype == 2)
+    body(WideInt8());
+  else
+    with_dtype(dtype, body);
 }
 
 template <class Body>
@@ -184,7 +191,7 @@ struct WriteArguments {
 };
 
 void miniserve_write_kv(void* pool, const WriteArguments* a) {
-  with_dtype(a->memory->dtype, [&](auto type) {
+  with_kv_dtype(a->memory->dtype, [&](auto type) {
     write_kv<decltype(type)>(*static_cast<ThreadPool*>(pool), a->k, a->k_stride, a->v, a->v_stride, *a->requests,
                              a->rotation, *a->memory);
   });
@@ -198,11 +205,12 @@ struct AttendArguments {
   float* out;
   long q_stride, q_heads, window;
   float scale, softcap;
+  int diagonal;
 };
 
 void miniserve_attend(void* pool, const AttendArguments* a) {
-  const AttentionOptions options = {a->scale, a->window, a->softcap, a->rotation, a->key_rotation};
-  with_dtype(a->memory->dtype, [&](auto type) {
+  const AttentionOptions options = {a->scale, a->window, a->softcap, a->diagonal != 0, a->rotation, a->key_rotation};
+  with_kv_dtype(a->memory->dtype, [&](auto type) {
     Attention<decltype(type)>(a->q, a->q_stride, a->q_heads, *a->memory, *a->requests, options, a->out)
         .run(*static_cast<ThreadPool*>(pool));
   });

@@ -86,7 +86,7 @@ inline Floats tanh(Floats x) {
 //
 //     Float32   kPack 1   w0 w1 w2 ... w15                     (input k)
 //     BFloat16  kPack 2   w0 w0' w1 w1' ... w15 w15'           (inputs k and k + 1, side by side)
-//     Int8      kPack 4   w0 w0' w0'' w0''' ... w15'''         (weights only; see matmul.h for the scales)
+//     Int8      kPack 4   w0 w0' w0'' w0''' ... w15'''         (see matmul.h and attention.h for the scales)
 //
 // `Lhs` is the activations' side: kPack inputs of one row. `dot` adds their products to 16 running sums, always
 // in the order of the inputs; so a row's result never depends on which other rows are computed with it.
@@ -151,38 +151,21 @@ struct BFloat16 {
 #endif
 };
 
-// Whole numbers from -127 to 127, for activations as well; `lhs` gets them as floats. Their sums are whole too.
-struct Int8 {
+// Whole numbers from -127 to 127 against activations in float: keys and values in 8 bits. Each byte is widened.
+struct WideInt8 {
   typedef int8_t Stored;
-  static constexpr int kPack = 4;
-
-  static Stored round(float x) { return static_cast<Stored>(std::nearbyint(x)); }
-
-#if defined(__AVX512VNNI__)
-  // The instruction multiplies unsigned by signed bytes. Weights get 128 added as they are loaded (their sign bit
-  // flipped), and a row's sums start at -128 times the sum of its activations.
-  typedef int32_t Sum;
-  struct Lhs {
-    int8_t x[4];
-  };
-  typedef Ints Loaded;
-  static Lhs lhs(const float* x) { return {{round(x[0]), round(x[1]), round(x[2]), round(x[3])}}; }
-  static Sum start(float sum_of_activations) { return -128 * static_cast<Sum>(sum_of_activations); }
-  static Loaded load(const Stored* p) { return (Ints)(load_as<Bits>(p) ^ 0x80808080u); }
-  static Ints dot(Ints acc, const Loaded& w, const Lhs& a) {
-    return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(load_as<int32_t>(a.x)));
-  }
-#else
-  // Each byte is widened to a float; sums are exact up to 2^24, and behind that rounded as any float sum.
   typedef float Sum;
+  static constexpr int kPack = 4;
   struct Lhs {
     float x[4];
   };
   struct Loaded {
     Floats x[4];
   };
+
+  static Stored round(float x) { return static_cast<Stored>(std::nearbyint(x)); }
+  static float widen(Stored x) { return x; }
   static Lhs lhs(const float* x) { return {{x[0], x[1], x[2], x[3]}}; }
-  static Sum start(float) { return 0; }
   static Loaded load(const Stored* p) {
     const Ints quads = load_as<Ints>(p);
     return {{to_floats((quads << 24) >> 24), to_floats((quads << 16) >> 24), to_floats((quads << 8) >> 24),
@@ -192,8 +175,35 @@ struct Int8 {
     for (int i = 0; i < 4; ++i) acc += w.x[i] * a.x[i];
     return acc;
   }
-#endif
 };
+
+// Weights in 8 bits, where activations are whole numbers too (`lhs` gets them as floats), and so are the sums.
+#if defined(__AVX512VNNI__)
+// The instruction multiplies unsigned by signed bytes. Weights get 128 added as they are loaded (their sign bit
+// flipped), and a row's sums start at -128 times the sum of its activations.
+struct Int8 {
+  typedef int8_t Stored;
+  typedef int32_t Sum;
+  static constexpr int kPack = 4;
+  struct Lhs {
+    int8_t x[4];
+  };
+  typedef Ints Loaded;
+
+  static Stored round(float x) { return WideInt8::round(x); }
+  static Lhs lhs(const float* x) { return {{round(x[0]), round(x[1]), round(x[2]), round(x[3])}}; }
+  static Sum start(float sum_of_activations) { return -128 * static_cast<Sum>(sum_of_activations); }
+  static Loaded load(const Stored* p) { return (Ints)(load_as<Bits>(p) ^ 0x80808080u); }
+  static Ints dot(Ints acc, const Loaded& w, const Lhs& a) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(load_as<int32_t>(a.x)));
+  }
+};
+#else
+// In floats: sums are exact up to 2^24, and behind that rounded as any float sum.
+struct Int8 : WideInt8 {
+  static Sum start(float) { return 0; }
+};
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------
 // The one micro-kernel: rows of activations against groups of 16 outputs.

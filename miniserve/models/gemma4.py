@@ -1,0 +1,177 @@
+"""Gemma 4 (text): shared K/V in the upper layers, two head sizes, per-layer embeddings, a scalar behind each layer.
+
+    x ──norm── attention ──norm──+──norm── MLP ──norm──+── told ──+── * layer_scalar ──►
+                                 └── (experts beside) ─┘
+
+Windowed and full layers have heads, bases and RoPE of their own, and so layer groups of two geometries. Readers may have
+MLPs of twice the width (E2B). In the largest models full layers have no value projection (`attention_k_eq_v`), and
+routed experts stand beside the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miniserve.batch import ForwardBatch
+from miniserve.errors import ConfigError
+from miniserve.kvcache.layout import KVGeometry
+from miniserve.kvcache.pool import KVPool
+from miniserve.models.checkpoint import Checkpoint
+from miniserve.models.config import Fields
+from miniserve.models.gemma import (
+    ACTIVATION,
+    TOWERS,
+    Attention,
+    GemmaConfig,
+    PerLayerEmbedding,
+    PerLayerGate,
+    gemma_fields,
+    rotaries_by_kind,
+    run_gemma_layers,
+    softcapped,
+    text_fields,
+)
+from miniserve.models.layers import Experts, GatedMlp, ignore_reader_kv, linear, output_head, rms_norm
+from miniserve.ops import Norm, Ops, Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(GemmaConfig):
+    """Gemma 4's own fields."""
+
+    num_experts: int  # 0: none
+    experts_per_token: int
+    expert_size: int
+
+
+def parse(fields: Fields) -> Gemma4Config:
+    """Read Gemma 4's config.json, with the text fields at the top or under `text_config`."""
+    fields = text_fields(fields)
+    num_heads, kv_heads, head_dim = fields.heads()
+    keys_are_values = fields.flag("attention_k_eq_v")
+    full_heads = fields.size("num_global_key_value_heads", kv_heads) if keys_are_values else kv_heads
+    if num_heads % full_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads={num_heads} is no multiple of num_global_key_value_heads={full_heads}"
+        )
+    geometry = {
+        "sliding_attention": KVGeometry(kv_heads, head_dim),
+        "full_attention": KVGeometry(full_heads, fields.size("global_head_dim", head_dim)),
+    }
+    common = gemma_fields(fields, geometry)
+    sharing, inner = common["sharing"], fields.size("intermediate_size")
+    wide = 2 if fields.flag("use_double_wide_mlp") else 1
+    has_experts = fields.flag("enable_moe_block")
+    config = Gemma4Config(
+        **common,
+        keys_are_values=keys_are_values,
+        intermediate_sizes=tuple(inner if sharing.owns(i) else wide * inner for i in range(sharing.num_layers)),
+        num_experts=fields.size("num_experts") if has_experts else 0,
+        experts_per_token=fields.size("top_k_experts") if has_experts else 0,
+        expert_size=fields.size("moe_intermediate_size") if has_experts else 0,
+    )
+    if config.experts_per_token > config.num_experts:
+        raise ConfigError(
+            f"config.json: top_k_experts={config.experts_per_token} exceeds num_experts={config.num_experts}"
+        )
+    return config
+
+
+class RoutedExperts:
+    """A few experts per token, chosen by what enters the MLP's branch, un-normed."""
+
+    def __init__(self, config: Gemma4Config, name: str, weights: Checkpoint, ops: Ops) -> None:
+        self.ops, self.k = ops, config.experts_per_token
+        hidden, inner, count, eps = config.hidden_size, config.expert_size, config.num_experts, config.rms_norm_eps
+        scale = weights.take(f"{name}.router.scale", (hidden,))
+        self.router_norm = Norm(scale * hidden**-0.5, eps)
+        self.router = linear(weights, ops, f"{name}.router.proj", count, hidden)
+        self.expert_scale = weights.take(f"{name}.router.per_expert_scale", (count,))
+        self.norm = rms_norm(weights, f"{name}.pre_feedforward_layernorm_2", hidden, eps)
+        self.norm_behind = rms_norm(weights, f"{name}.post_feedforward_layernorm_2", hidden, eps)
+        gate_up = weights.take(f"{name}.experts.gate_up_proj", (count, 2 * inner, hidden))
+        down = weights.take(f"{name}.experts.down_proj", (count, hidden, inner))
+        self.experts = Experts(ops, gate_up.unbind(), down.unbind(), ACTIVATION)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (T, H) -> (T, H)."""
+        scores = self.ops.linear(x, self.router, norm=self.router_norm)
+        shares, chosen = scores.float().softmax(-1).topk(self.k)  # (T, k) each
+        shares = shares / shares.sum(-1, keepdim=True) * self.expert_scale[chosen]
+        return self.ops.normed(self.experts(self.ops.normed(x, self.norm), chosen, shares), self.norm_behind)
+
+
+class Layer:
+    """Attention and MLP, each between two norms, then what the layer is told."""
+
+    def __init__(self, config: Gemma4Config, layer: int, prefix: str, weights: Checkpoint, ops: Ops) -> None:
+        self.ops = ops
+        name, hidden, eps = f"{prefix}layers.{layer}", config.hidden_size, config.rms_norm_eps
+        self.attention = Attention(config, layer, f"{name}.self_attn", weights, ops)
+        self.input_norm = rms_norm(weights, f"{name}.input_layernorm", hidden, eps)
+        self.attention_norm = rms_norm(weights, f"{name}.post_attention_layernorm", hidden, eps)
+        self.mlp_norm = rms_norm(weights, f"{name}.pre_feedforward_layernorm", hidden, eps)
+        self.norm_behind_mlp = rms_norm(weights, f"{name}.post_feedforward_layernorm", hidden, eps)
+        names = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", f"{name}.mlp.down_proj"
+        inner = config.intermediate_sizes[layer]
+        self.mlp = GatedMlp(weights, ops, names, hidden, inner, activation=ACTIVATION)
+        self.experts = RoutedExperts(config, name, weights, ops) if config.num_experts else None
+        if self.experts is not None:
+            self.dense_norm = rms_norm(weights, f"{name}.post_feedforward_layernorm_1", hidden, eps)
+        self.gate = PerLayerGate(config, name, weights, ops) if config.told_size else None
+        self.scalar = weights.take(f"{name}.layer_scalar", (1,))
+
+    def project(self, x: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> tuple[Tensor, ...]:
+        """x (T, H) -> (q,); K/V of an owner are written."""
+        return (self.attention.project(x, self.input_norm, batch, kv_pool, rotation),)
+
+    def finish(
+        self,
+        projected: Sequence[Tensor],
+        x: Tensor,
+        told: Tensor | None,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        rotation: Rotation,
+    ) -> Tensor:
+        """(q,), x (T, H), told (T, P) -> the layer's output (T, H)."""
+        x = x + self.ops.normed(self.attention.attend(projected[0], batch, kv_pool, rotation), self.attention_norm)
+        inner = self.mlp(x, norm=self.mlp_norm)
+        if self.experts is not None:
+            inner = self.ops.normed(inner, self.dense_norm) + self.experts(x)
+        x = x + self.ops.normed(inner, self.norm_behind_mlp)
+        if self.gate is not None and told is not None:
+            x = x + self.gate(x, told)
+        return x * self.scalar
+
+
+class Model:
+    """token ids -> hidden states of the rows behind the cut -> logits."""
+
+    def __init__(self, config: Gemma4Config, weights: Checkpoint, ops: Ops, max_model_len: int) -> None:
+        self.config, self.ops = config, ops
+        nested = "model.language_model.embed_tokens.weight" in weights  # as multimodal checkpoints name it
+        prefix = "model.language_model." if nested else "model."
+        self.embedding = weights.take(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.told = PerLayerEmbedding(config, prefix, weights, ops) if config.told_size else None
+        self.layers = [Layer(config, i, prefix, weights, ops) for i in range(config.sharing.num_layers)]
+        self.norm = rms_norm(weights, f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
+        self.head = output_head(weights, ops, "lm_head.weight", self.embedding, tied=True)
+        ignore_reader_kv(weights, config.sharing, f"{prefix}layers", r"self_attn\.(k_proj|v_proj|k_norm|v_norm)")
+        weights.ignore(TOWERS, "vision and audio, which are not served")
+        self.rotaries = rotaries_by_kind(config, max_model_len, self.embedding.device)
+
+    def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
+        x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
+        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded as the authors round it
+        told = None if self.told is None else self.told(batch.token_ids, x)
+        return run_gemma_layers(self.config, self.ops, self.layers, x, told, batch, kv_pool, self.rotaries)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (R, H) -> logits (R, V), float32."""
+        return softcapped(self.ops.head(hidden, self.head, norm=self.norm), self.config.logit_softcap)
