@@ -7,7 +7,9 @@ The same interface for all, so that `offline.py` can alternate between engines t
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import json
 import os
 import resource
@@ -15,8 +17,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workloads import Item, workload
@@ -51,9 +53,10 @@ def miniserve(model: str, options: dict[str, str]) -> tuple[Run, int]:
 
 
 def miniserve_serve(model: str, options: dict[str, str]) -> tuple[Run, int]:
-    """This project over HTTP: `miniserve serve` in a process of its own, all requests sent at once."""
-    import httpx
+    """This project over HTTP: `miniserve serve` in a process of its own, all requests sent at once.
 
+    Client and server share the cores, so the client is as light as can be: it reads bytes and takes none apart.
+    """
     from miniserve.models import load_config
 
     with socket.socket() as probe:
@@ -63,29 +66,38 @@ def miniserve_serve(model: str, options: dict[str, str]) -> tuple[Run, int]:
     command = [sys.executable, "-m", "miniserve", "serve", model, "--port", str(port), "--max-model-len", str(MAX_LEN)]
     server = subprocess.Popen([*command, "--kv-cache-memory", "2GiB", *flags])
     atexit.register(server.terminate)
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=3600, limits=httpx.Limits(max_connections=None))
     rounds: list[list[Item]] = []
     while True:
-        try:
-            client.get("/health").raise_for_status()
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
             break
-        except httpx.HTTPError:
-            time.sleep(0.1)
+        time.sleep(0.1)
 
-    def complete(item: Item) -> float:
+    async def complete(item: Item) -> float:
         """One request; returns when its first token came."""
         body = {"prompt": item.prompt, "max_tokens": item.max_tokens, "temperature": 0, "ignore_eos": True}
-        body["cache_salt"] = str(len(rounds))  # no prefixes from the round before
-        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-            response.raise_for_status()
-            arrived = [time.perf_counter() for _ in response.iter_raw()]
-        return arrived[0]
+        body |= {"cache_salt": str(len(rounds)), "stream": True}  # no prefixes from the round before
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        status, _ = await reader.readuntil(b"\r\n\r\n"), await reader.readuntil(b"data: ")
+        if b" 200 " not in status[:20]:
+            raise RuntimeError(status.decode())
+        arrived, tail = time.perf_counter(), b""
+        while part := await reader.read(1 << 16):
+            tail = (tail + part)[-64:]
+        if b"data: [DONE]" not in tail:
+            raise RuntimeError("the stream ended early")
+        writer.close()
+        return arrived
+
+    async def complete_all(items: list[Item]) -> float:
+        return (await asyncio.gather(*map(complete, items)))[0]
 
     def run(items: list[Item]) -> tuple[float, float, int]:
         rounds.append(items)
         start = time.perf_counter()
-        with ThreadPoolExecutor(len(items)) as clients:
-            first = list(clients.map(complete, items))[0]
+        first = asyncio.run(complete_all(items))
         return first - start, time.perf_counter() - start, sum(item.max_tokens for item in items)
 
     return run, load_config(Path(model)).vocab_size

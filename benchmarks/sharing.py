@@ -38,7 +38,7 @@ def place(engine: Engine, num_requests: int, context: int) -> None:
         engine.block_manager.grow(request, 0, context)
         request.num_computed_tokens = context
         engine.scheduler.running.append(request)
-        engine._answers[answer.request_id] = answer
+        engine.inbox._answers[answer.request_id] = answer
 
 
 def decode_seconds(engine: Engine, num_requests: int, context: int) -> float:
@@ -50,7 +50,7 @@ def decode_seconds(engine: Engine, num_requests: int, context: int) -> float:
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start)
-    for request_id in list(engine._answers):
+    for request_id in engine.inbox.request_ids:
         engine.abort(request_id)
     return median(times[2:])
 

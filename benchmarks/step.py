@@ -65,7 +65,7 @@ def main() -> None:
                 engine.step()
                 results.append((time.perf_counter() - start, sum(kernels)))
         for engine in engines:
-            for request_id in list(engine._answers):
+            for request_id in engine.inbox.request_ids:
                 engine.abort(request_id)
         warm = [results[2:] for results in runs]
         cells = [

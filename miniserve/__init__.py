@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from miniserve.config import EngineConfig
 from miniserve.errors import MiniserveError
-from miniserve.request import RequestOutput, SamplingParams
+from miniserve.output import RequestOutput
+from miniserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from miniserve.async_engine import AsyncEngine

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from miniserve.errors import EngineError
-from miniserve.request import CompletionOutput, Logprob, PositionLogprobs, Request, RequestOutput
+from miniserve.output import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from miniserve.request import Request
 from miniserve.tokenizer import Detokenizer, StopChecker, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -102,7 +104,12 @@ class Answer:
         if self.error is not None:
             raise EngineError(f"the step that ran this request failed: {self.error!r}") from self.error
 
-    def named(self, entries: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
+    def add_logprobs(self, entries: Sequence[PositionLogprobs], kept: list[Any] | None) -> None:
+        """Append logprobs with each token's text to `kept`: the prompt's or a sample's, if they were asked for."""
+        if kept is not None:
+            kept.extend(self.attempt(partial(self._named, entries)) or entries)
+
+    def _named(self, entries: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
         """Logprobs with each token's text beside it."""
         tokenizer = self.tokenizer
         if tokenizer is None:

@@ -20,7 +20,8 @@ from collections.abc import AsyncIterator, Callable
 
 from miniserve.engine import Engine, Prompt
 from miniserve.errors import EngineError
-from miniserve.request import RequestOutput, SamplingParams
+from miniserve.output import RequestOutput
+from miniserve.request import SamplingParams
 
 log = logging.getLogger(__name__)
 

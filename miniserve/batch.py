@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -157,7 +158,4 @@ def _plan_logits(
 
 def _offsets(lengths: Sequence[int]) -> list[int]:
     """[3, 1, 2] -> [0, 3, 4, 6]."""
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return offsets
+    return [0, *accumulate(lengths)]

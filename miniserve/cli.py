@@ -95,7 +95,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         block_size=settings.block_size,
         max_model_len=max_model_len,
     )
-    report = kv_report(layout, layout.num_pages(parse_size("memory", arguments.memory)), max_model_len)
+    num_pages = layout.num_pages(parse_size("memory", arguments.memory))
+    report = kv_report(layout, num_pages, max_model_len, config.num_heads)
     print(json.dumps(report) if arguments.json else draw_report(report, draw_groups(config.sharing)))
     return 0
 

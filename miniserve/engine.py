@@ -18,7 +18,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from tqdm import tqdm
 from miniserve import batch as batches
 from miniserve import sampling
 from miniserve.answer import Answer, OnOutput, Sample
-from miniserve.checks import shorten
 from miniserve.config import EngineConfig
-from miniserve.errors import QueueFull, RequestError
+from miniserve.inbox import Inbox
 from miniserve.intake import Intake, Prompt, conversation_list, one_each, prompt_list
 from miniserve.kvcache.block_manager import BlockManager
 from miniserve.kvcache.layout import KVLayout
@@ -39,8 +37,9 @@ from miniserve.kvcache.pool import KVPool
 from miniserve.machine import pick_device, pick_dtype, pool_pages
 from miniserve.models import load_config, load_model
 from miniserve.ops import load_ops
+from miniserve.output import RequestOutput
 from miniserve.report import kv_report, log_kv_report
-from miniserve.request import Request, RequestOutput, SamplingParams
+from miniserve.request import Request, SamplingParams
 from miniserve.scheduler.scheduler import ScheduledRequest, Scheduler
 from miniserve.tokenizer import Tokenizer
 
@@ -86,6 +85,7 @@ class Engine:
             show_progress=sys.stderr.isatty(),
         )
         self.kv_pool = KVPool(self.layout, num_pages, dtype=kv_dtype, device=self.device)
+        self.ops.adopt(self.kv_pool.arena)
         self.block_manager = BlockManager(self.layout, num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.block_manager,
@@ -108,10 +108,7 @@ class Engine:
             check_fits=self.scheduler.check_fits,
             seed=config.seed,
         )
-        self._inbox = threading.Lock()  # guards the next three, which any thread may touch
-        self._answers: dict[str, Answer] = {}
-        self._arrivals: deque[Answer] = deque()
-        self._aborts: deque[Answer] = deque()
+        self.inbox = Inbox(config.max_waiting)
         self._stepping = threading.Lock()  # held by the thread that steps; the next two are its own
         self._sample_of: dict[int, tuple[Answer, Sample]] = {}  # by request key
         self._changed: dict[int, Answer] = {}  # answers to hand out, by the key of their first request
@@ -188,13 +185,8 @@ class Engine:
             RequestError: it cannot be served as asked, or a request of this id is under way.
             QueueFull: too many wait already.
         """
-        answer = self.intake.prepare(
-            prompt,
-            sampling_params or SamplingParams(),
-            request_id=request_id,
-            on_output=on_output,
-            final_only=final_only,
-        )
+        params = sampling_params or SamplingParams()
+        answer = self.intake.prepare(prompt, params, request_id=request_id, on_output=on_output, final_only=final_only)
         self._enqueue([answer], bounded=True)
         return answer.request_id
 
@@ -203,15 +195,12 @@ class Engine:
 
         Unknown ids are ignored: the request may just have ended.
         """
-        with self._inbox:
-            if request_id not in self._answers:
-                return
-            self._aborts.append(self._answers[request_id])
-        self._settle()
+        if self.inbox.abort(request_id):
+            self._settle()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._arrivals or self._aborts or self.scheduler.has_work)
+        return bool(self.inbox.num_arrivals or self.inbox.has_aborts or self.scheduler.has_work)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs of the requests that it advanced.
@@ -239,13 +228,13 @@ class Engine:
 
     def kv_report(self) -> dict[str, Any]:
         """What the sharing map buys in this engine: see `report.kv_report`."""
-        return kv_report(self.layout, self.kv_pool.num_pages, self.max_model_len)
+        return kv_report(self.layout, self.kv_pool.num_pages, self.max_model_len, self.model_config.num_heads)
 
     def stats(self) -> dict[str, int]:
         """Counts of the moment: requests running and waiting, KV blocks used and in all, preemptions so far."""
         return {
             "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting) + len(self._arrivals),
+            "waiting": len(self.scheduler.waiting) + self.inbox.num_arrivals,
             "blocks_used": self.block_manager.num_used,
             "blocks_total": self.block_manager.num_pages,
             "preemptions": self.scheduler.num_preemptions,
@@ -272,12 +261,10 @@ class Engine:
     def _add_prompt_logprobs(self, rows: batches.PromptRows, logits: Tensor) -> None:
         """Rows at positions i tell the logprobs of the prompt's tokens i + 1."""
         request, answer = rows.request, self._sample_of[rows.request.key][0]
-        if request.params.prompt_logprobs is None or answer.prompt_logprobs is None:
-            return
         part = logits[rows.first_row : rows.first_row + rows.stop - rows.start]
         actual = request.prompt_token_ids[rows.start + 1 : rows.stop + 1]
-        entries = sampling.logprobs(part, actual, [request.params.prompt_logprobs] * len(actual))
-        answer.prompt_logprobs.extend(answer.attempt(partial(answer.named, entries)) or entries)
+        entries = sampling.logprobs(part, actual, [request.params.prompt_logprobs or 0] * len(actual))
+        answer.add_logprobs(entries, answer.prompt_logprobs)
         request.num_prompt_logprobs += len(actual)
 
     def _add_logprobs(self, requests: Sequence[Request], logits: Tensor, tokens: Sequence[int]) -> None:
@@ -287,8 +274,7 @@ class Engine:
             return
         for row, entry in zip(rows, sampling.logprobs(logits[rows], [tokens[row] for row in rows], num_top)):
             answer, sample = self._sample_of[requests[row].key]
-            if sample.logprobs is not None:
-                sample.logprobs.extend(answer.attempt(partial(answer.named, [entry])) or [entry])
+            answer.add_logprobs([entry], sample.logprobs)
 
     def _extend_answers(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Turn the sampled tokens into text, and end what a stop string ends."""
@@ -318,7 +304,7 @@ class Engine:
     def _settle(self) -> list[RequestOutput]:
         """Carry out aborts that no step under way will see."""
         outputs: list[RequestOutput] = []
-        while self._aborts and self._stepping.acquire(blocking=False):
+        while self.inbox.has_aborts and self._stepping.acquire(blocking=False):
             try:
                 self._take_in()
                 outputs += self._deliver()
@@ -340,8 +326,7 @@ class Engine:
         return outputs
 
     def _forget(self, answer: Answer) -> None:
-        with self._inbox:
-            self._answers.pop(answer.request_id, None)
+        self.inbox.forget(answer)
         for sample in answer.samples:
             self._sample_of.pop(sample.request.key, None)
 
@@ -373,25 +358,12 @@ class Engine:
 
     def _enqueue(self, answers: Sequence[Answer], *, bounded: bool) -> None:
         """Hand checked requests to the stepping thread, all or none; `bounded` by the waiting queue."""
-        with self._inbox:
-            new, pending = (sum(len(answer.samples) for answer in group) for group in (answers, self._arrivals))
-            if bounded and new + pending > self.scheduler.room:
-                raise QueueFull(
-                    f"{len(self.scheduler.waiting) + pending} requests are waiting already "
-                    f"(max_waiting={self.config.max_waiting}); try again later"
-                )
-            for answer in answers:
-                if answer.request_id in self._answers:
-                    raise RequestError(f"request_id {shorten(answer.request_id)} is in use; take another", "request_id")
-            self._answers.update({answer.request_id: answer for answer in answers})
-            self._arrivals.extend(answers)
+        room = self.scheduler.room if bounded else None
+        self.inbox.put(answers, room=room, num_waiting=len(self.scheduler.waiting))
 
     def _take_in(self) -> None:
         """Carry out what was asked since the last step."""
-        with self._inbox:
-            arrivals, aborts = list(self._arrivals), list(self._aborts)
-            self._arrivals.clear()
-            self._aborts.clear()
+        arrivals, aborts = self.inbox.take()
         for answer in arrivals:
             for sample in answer.samples:
                 self._sample_of[sample.request.key] = (answer, sample)

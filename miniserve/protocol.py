@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from miniserve.errors import RequestError
-from miniserve.request import CompletionOutput, PositionLogprobs, RequestOutput, SamplingParams
+from miniserve.output import CompletionOutput, PositionLogprobs, RequestOutput
+from miniserve.request import SamplingParams
 
 MAX_PROMPTS = 1024
 LOWEST_LOGPROB = -9999.0

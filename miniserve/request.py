@@ -1,7 +1,7 @@
-"""What is asked, what is under way, what is answered. Plain data: no tensors, no scheduling.
+"""What is asked and what is under way. Plain data: no tensors, no scheduling.
 
 `SamplingParams` (how to sample; `validate` is the one judge for library and HTTP), `Request` (one
-sequence under way: `n` samples are `n` requests), `RequestOutput` (what the caller gets).
+sequence under way: `n` samples are `n` requests). What the caller gets is in `output.py`.
 """
 
 from __future__ import annotations
@@ -183,41 +183,3 @@ class Request:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """One token's log probability, natural logarithm, and its place among all (1 = likeliest)."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-PositionLogprobs = dict[int, Logprob]
-"""Token id -> logprob: the actual token first, then the likeliest."""
-
-
-@dataclass
-class CompletionOutput:
-    """One of the `n` continuations of a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass
-class RequestOutput:
-    """The answer to one prompt so far; final when `finished`."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-    num_cached_tokens: int = 0
-    finished: bool = False

@@ -15,7 +15,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from miniserve.request import Logprob, PositionLogprobs, Request
+from miniserve.output import Logprob, PositionLogprobs
+from miniserve.request import Request
 
 
 def sample(

@@ -30,8 +30,8 @@ from starlette.types import Receive, Scope, Send
 from miniserve.async_engine import AsyncEngine, Stream
 from miniserve.engine import Engine
 from miniserve.errors import EngineError, QueueFull, RequestError
+from miniserve.output import RequestOutput
 from miniserve.protocol import ChoiceWriter, CompletionRequest, Texts, completion, error_body, parse_completion, usage
-from miniserve.request import RequestOutput
 
 log = logging.getLogger(__name__)
 

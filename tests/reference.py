@@ -7,6 +7,9 @@ GPT-NeoX; `test_goldens.py` holds it against the logits of the authors' own code
 
     reads[i]    the layer whose K/V layer i uses; i itself: it makes its own
     windows[i]  how many tokens layer i sees, the token itself included; None: all
+
+A layer may read one above it (LCKV, section 2.2): then a token sees what the tokens before it left there. All tokens
+go through the layers again and again, as often as there are tokens: each time one token more is right.
 """
 
 from __future__ import annotations
@@ -77,7 +80,19 @@ def _llama(config: dict, w: dict[str, Tensor], ids: Tensor, reads: Sequence[int]
     dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
     angles = _angles(rope.get("rope_theta", 10000.0), dim, len(ids), config.get("rope_scaling"))
-    x, shared = w["model.embed_tokens.weight"][ids], {}
+    shared: dict[int, tuple[Tensor, Tensor]] = {}
+    cyclic = any(owner > i for i, owner in enumerate(reads))
+    for _ in range(len(ids) if cyclic else 1):
+        hidden = _llama_layers(config, w, ids, reads, windows, angles, shared)
+    head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    return _rms(hidden, w["model.norm.weight"], eps) @ w[head].T
+
+
+def _llama_layers(config, w, ids, reads, windows, angles, shared) -> Tensor:
+    """Hidden states (T, H); `shared` holds what owners made, this time or, for readers below them, the last time."""
+    eps, dim = config["rms_norm_eps"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    x = w["model.embed_tokens.weight"][ids]
+    nothing = torch.zeros(len(ids), config["num_key_value_heads"], dim, dtype=x.dtype)
     for i, owner in enumerate(reads):
         at = f"model.layers.{i}"
         h = _rms(x, w[f"{at}.input_layernorm.weight"], eps)
@@ -86,12 +101,12 @@ def _llama(config: dict, w: dict[str, Tensor], ids: Tensor, reads: Sequence[int]
             shared[i] = _rotate(_rms(k, w.get(f"{at}.self_attn.k_norm.weight"), eps), angles), v
         q = _linear(w, f"{at}.self_attn.q_proj", h).unflatten(-1, (-1, dim))
         q = _rotate(_rms(q, w.get(f"{at}.self_attn.q_norm.weight"), eps), angles)
-        x = x + _linear(w, f"{at}.self_attn.o_proj", _attend(q, *shared[owner], windows[i]))
+        k, v = shared.get(owner, (nothing, nothing))
+        x = x + _linear(w, f"{at}.self_attn.o_proj", _attend(q, k, v, windows[i], diagonal=owner <= i))
         h = _rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)
         gate, up = _linear(w, f"{at}.mlp.gate_proj", h), _linear(w, f"{at}.mlp.up_proj", h)
         x = x + _linear(w, f"{at}.mlp.down_proj", F.silu(gate) * up)
-    head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    return _rms(x, w["model.norm.weight"], eps) @ w[head].T
+    return x
 
 
 def _neox(config: dict, w: dict[str, Tensor], ids: Tensor, reads: Sequence[int], rotated_keys: bool) -> Tensor:
@@ -119,13 +134,14 @@ def _neox(config: dict, w: dict[str, Tensor], ids: Tensor, reads: Sequence[int],
     return norm(x, "final_layer_norm") @ w["embed_out.weight"].T
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq * D)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, diagonal: bool = True) -> Tensor:
+    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq * D); without the diagonal the first token gets 0."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     age = torch.arange(len(q))[:, None] - torch.arange(len(k))  # of key j, seen from query i
-    hidden = (age < 0) | (age >= (window or len(k)))
+    hidden = (age < (0 if diagonal else 1)) | (age >= (window or len(k)))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -math.inf).softmax(-1), v).flatten(1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0)
+    return torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
 
 
 def _linear(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import tiny_tokenizers
 
 import miniserve.models
 from miniserve.kvcache.sharing import KVSharing
+from miniserve.report import draw_map
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -58,7 +59,7 @@ def at_root(monkeypatch):
     monkeypatch.setattr(miniserve.models, "__path__", [*miniserve.models.__path__])
 
 
-@pytest.mark.parametrize("name", ["docs/walkthrough.md", "docs/adding-a-model.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/walkthrough.md", "docs/adding-a-model.md", "docs/models.md", "README.md"])
 def test_snippets_print_what_the_page_says(name, model, at_root):
     text = (ROOT / name).read_text(encoding="utf-8").replace("path/to/model", str(model))
     found = [m for m in SNIPPET.finditer(text) if m[1] or name != "README.md"]
@@ -98,7 +99,7 @@ def test_drawings_are_what_the_engine_draws(name):
     assert drawings
     for drawing in drawings:
         rows = [line.split() for line in drawing.splitlines()]
-        expected = [line.split() for line in sharing_in(rows).draw().splitlines()]
+        expected = [line.split() for line in draw_map(sharing_in(rows)).splitlines()]
         assert [row[: len(cells)] for row, cells in zip(rows, expected)] == expected  # a legend may follow
 
 

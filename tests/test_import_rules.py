@@ -1,10 +1,10 @@
 """Who may import whom, and what no module may hold: read from the source, so that a rule breaks in the test and not on
 somebody's machine. `ROOMS` is the drawing of docs and architecture as data; a new module has to be entered there.
 
-    cli, server ─► async_engine ─► engine ─► intake, answer, scheduler, batch, models, sampling, tokenizer,
+    cli, server ─► async_engine ─► engine ─► inbox, intake, answer, scheduler, batch, models, sampling, tokenizer,
                                              kvcache, ops, report, machine
                                     models ─► ops, kvcache          ops ─► batch, kvcache
-                                    all ─► request, config, checks, errors       never back
+                                    all ─► request, output, config, checks, errors       never back
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ PACKAGE = ROOT / "miniserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
-EVERYWHERE = {"errors", "checks", "request", "config"}
+EVERYWHERE = {"errors", "checks", "request", "output", "config"}
 KVCACHE = {"kvcache.sharing", "kvcache.layout", "kvcache.block_manager", "kvcache.pool"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "checks": {"errors"},
     "request": {"checks", "errors"},
+    "output": set(),
     "config": {"checks", "errors"},
     "kvcache": set(),
     "kvcache.sharing": EVERYWHERE,
@@ -44,12 +45,25 @@ ROOMS: dict[str, set[str]] = {
     "sampling": EVERYWHERE,
     "tokenizer": EVERYWHERE,
     "answer": EVERYWHERE | {"tokenizer"},
+    "inbox": EVERYWHERE | {"answer"},
     "intake": EVERYWHERE | {"answer", "tokenizer"},
     "machine": EVERYWHERE | {"kvcache.layout"},
     "report": EVERYWHERE | {"kvcache.sharing", "kvcache.layout"},
     "engine": EVERYWHERE
     | KVCACHE
-    | {"answer", "intake", "machine", "scheduler", "batch", "models", "sampling", "tokenizer", "ops", "report"},
+    | {
+        "answer",
+        "inbox",
+        "intake",
+        "machine",
+        "scheduler",
+        "batch",
+        "models",
+        "sampling",
+        "tokenizer",
+        "ops",
+        "report",
+    },
     "async_engine": EVERYWHERE | {"engine"},
     "protocol": EVERYWHERE,
     "server": EVERYWHERE | {"async_engine", "engine", "protocol"},
@@ -63,6 +77,7 @@ PURE = {
     "errors",
     "checks",
     "request",
+    "output",
     "config",
     "scheduler",
     "kvcache",

@@ -1,4 +1,4 @@
-"""Any acyclic sharing map, served any way, equals the cache-less reference.
+"""Any sharing map, served any way, equals the cache-less reference.
 
 Hypothesis draws models (1 to 12 layers, random owners, windows, heads, block sizes) and prompts. Each is served alone,
 batched, in chunks, with prefix hits, after preemptions and beside requests for prompt logprobs; every logits row that
@@ -60,8 +60,13 @@ def maps(draw) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     for layer in range(draw(st.integers(1, 12))):
         owners = sorted(set(reads))
         reads.append(draw(st.sampled_from([layer, *owners])))
+    if draw(st.integers(0, 3)) == 0:  # LCKV: layers that nobody reads may read an owner above them
+        owner = draw(st.sampled_from(sorted(set(reads))))
+        lower = [layer for layer in range(owner) if layer not in reads]
+        for layer in draw(st.lists(st.sampled_from(lower))) if lower else ():
+            reads[layer] = owner
     window = st.sampled_from([None, None, 1, 2, 3, 5, 8, 13, 30])
-    return tuple(reads), tuple(draw(window) for _ in reads)
+    return tuple(reads), tuple(draw(window) if read <= layer else None for layer, read in enumerate(reads))
 
 
 @st.composite

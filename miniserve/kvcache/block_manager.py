@@ -20,7 +20,8 @@ scheduled: every layer writes all K/V of a step before it attends, so requests o
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from bisect import bisect_right
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from hashlib import sha256
 from weakref import WeakKeyDictionary
@@ -94,12 +95,8 @@ class BlockManager:
 
     def num_tokens_that_fit(self, request: Request, start: int, stop: int) -> int:
         """Of the tokens at positions `start` to `stop`, how many `grow` could take now (0: none)."""
-        low, high = 0, stop - start
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self._missing(request, start, start + middle) <= self.num_free
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        counts = range(1, stop - start + 1)
+        return bisect_right(counts, self.num_free, key=lambda n: self._missing(request, start, start + n))
 
     def grow(self, request: Request, start: int, stop: int) -> None:
         """Make room for the tokens at positions `start` to `stop` (exclusive), giving back what no window still sees.
@@ -172,12 +169,7 @@ class BlockManager:
         Raises:
             RuntimeError: a count, the free list or the cache index disagrees with the tables.
         """
-        refs = [0] * self.num_pages
-        for tables in self._tables.values():
-            for table in tables:
-                for page in table.blocks:
-                    if page is not None:
-                        refs[page] += 1
+        refs = Counter(page for tables in self._tables.values() for table in tables for page in table.blocks)
         for page, state in enumerate(self._pages):
             if state.ref_count != refs[page] or (page in self._free) != (refs[page] == 0):
                 raise RuntimeError(

@@ -17,6 +17,7 @@ Plain arithmetic: no tensors here (see `pool`) and no requests (see `block_manag
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -35,6 +36,7 @@ class KVGeometry:
     kv_heads: int
     head_dim: int
     value_dim: int | None = None  # None: as wide as the key
+    state_bytes = 0
 
     def bytes_per_token(self, itemsize: int) -> int:
         """K and V together; numbers of one byte come with a float32 scale for each head's key and value."""
@@ -55,7 +57,7 @@ class StateGeometry:
         return 0
 
     @property
-    def num_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Of one state."""
         return 4 * self.kv_heads * self.head_dim * self.value_dim
 
@@ -139,8 +141,10 @@ class KVLayout:
                     f"kv_sharing: layer {layer} ({geometry[layer]}) cannot read layer {owner} ({geometry[owner]}); "
                     "a reader needs its owner's KV heads and head size"
                 )
+            if itemsize == 1 and (geometry[layer].head_dim % 4 or (geometry[layer].value_dim or 0) % 4):
+                raise ConfigError(f"kv_cache_dtype=int8: needs head sizes in fours, not {geometry[layer]}")
         owners = sharing.group_owners
-        states = [geometry[o].num_bytes if isinstance(geometry[o], StateGeometry) else 0 for o in owners]
+        states = [geometry[owner].state_bytes for owner in owners]
         windows = [2 if s else _effective_window(sharing.retention(o), max_model_len) for o, s in zip(owners, states)]
         token_bytes = [geometry[owner].bytes_per_token(itemsize) for owner in owners]
         kinds = [(owner if s else -1, w) for owner, s, w in zip(owners, states, windows)]  # a state is its own class
@@ -198,13 +202,7 @@ class KVLayout:
         """The most tokens that one request alone can keep in `num_pages` pages; None if there is no limit."""
         if all(c.window is not None for c in self.classes) and num_pages >= self.blocks_for(1 << 62):
             return None
-        low, high = 0, 1
-        while self.blocks_for(high) <= num_pages:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.blocks_for(middle) <= num_pages else (low, middle)
-        return low
+        return bisect_right(range(1 << 60), num_pages, key=self.blocks_for) - 1
 
 
 def _effective_window(window: int | None, max_model_len: int) -> int | None:

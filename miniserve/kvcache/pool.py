@@ -75,12 +75,8 @@ class KVPool:
         self.groups: tuple[Any, ...] = tuple(map(self._view, layout.groups))
         self._by_layer = tuple(self.groups[layout.sharing.group_of(i)] for i in range(layout.sharing.num_layers))
 
-    def of_layer(self, layer: int) -> GroupMemory:
-        """The memory that this layer reads (and, if it owns its group, writes)."""
-        return self._by_layer[layer]
-
-    def state_of_layer(self, layer: int) -> StateMemory:
-        """The states of this recurrent layer."""
+    def of_layer(self, layer: int) -> Any:
+        """The `GroupMemory` that this layer reads, and writes if it owns its group; a recurrent one's `StateMemory`."""
         return self._by_layer[layer]
 
     @property

@@ -106,19 +106,6 @@ class KVSharing:
             for owner, window in zip(self.owners, self.windows)
         )
 
-    def draw(self) -> str:
-        """The picture at the top of this file, for any map."""
-        width = len(str(self.num_layers - 1)) + 1
-        lines = ["layer   " + "".join(f"{layer:>{width}}" for layer in range(self.num_layers))]
-        for group, owner in enumerate(self.group_owners):
-            cells = [self._symbol(layer) if read == owner else "·" for layer, read in enumerate(self.owners)]
-            lines.append(f"group {group:<2}" + "".join(f"{cell:>{width}}" for cell in cells))
-        return "\n".join(lines)
-
-    def _symbol(self, layer: int) -> str:
-        windowed = self.windows[layer] is not None
-        return ("◧" if windowed else "■") if self.owns(layer) else ("○" if windowed else "●")
-
     def with_windows(self, windows: Sequence[int | None]) -> KVSharing:
         """The same owners, other windows."""
         return KVSharing(self.owners, tuple(windows))
@@ -282,8 +269,8 @@ class KVSharing:
         reads: dict[int, int] = {}
         for group in groups:
             for layer in group:
-                if not 0 <= layer < num_layers:
-                    raise ConfigError(f"kv_reuse_group: layer {layer} does not exist in a model of {num_layers} layers")
+                if not max(0, group[0]) <= layer < num_layers:
+                    raise ConfigError(f"kv_reuse_group: layer {layer} is none, or lies below its owner {group[0]}")
                 if layer in reads:
                     raise ConfigError(f"kv_reuse_group: layer {layer} is in two groups")
                 reads[layer] = group[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from miniserve.checks import shorten
 from miniserve.errors import ConfigError, ModelError
-from miniserve.kvcache.layout import KVGeometry
+from miniserve.kvcache.layout import Geometry
 from miniserve.kvcache.sharing import KVSharing
 
 MAX_SIZE = 1 << 24
@@ -28,7 +28,8 @@ class ModelConfig:
     dtype: str  # as stored in the checkpoint
     eos_token_ids: tuple[int, ...]
     sharing: KVSharing
-    geometry: tuple[KVGeometry, ...]  # per layer
+    num_heads: int  # Hq
+    geometry: tuple[Geometry, ...]  # per layer
     sliding_window: int | None = None  # what `s` means in a map given by the user
 
     @property
@@ -46,6 +47,10 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
+
+    def replaced(self, **values: Any) -> Fields:
+        """The same fields with some of them set anew."""
+        return Fields({**self.values, **values})
 
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value; null counts as absent."""

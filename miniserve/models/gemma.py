@@ -32,7 +32,6 @@ TOWERS = r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\."
 class GemmaConfig(ModelConfig):
     """Fields of both families; tuples have one entry per layer."""
 
-    num_heads: int  # Hq
     layer_kinds: tuple[str, ...]
     intermediate_sizes: tuple[int, ...]
     rms_norm_eps: float
@@ -122,9 +121,7 @@ class Attention:
             self.k_norm = rms_norm(weights, f"{name}.k_norm", head, config.rms_norm_eps)
             self.v_norm = Norm(torch.ones_like(self.k_norm.weight), config.rms_norm_eps)
 
-    def project(
-        self, x: Tensor, norm: Norm | None, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation
-    ) -> Tensor:
+    def project(self, x: Tensor, norm: Norm | None, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """x (T, H), normed first if `norm` says how -> q (T, Hq, D). An owner writes the rows' K/V."""
         heads = self.ops.linear(x, self.projection, norm=norm).unflatten(-1, (-1, self.head_dim))
         q, *kv = heads.split(self.sizes, dim=1)  # (T, Hq, D), then (T, Hkv, D) once or twice

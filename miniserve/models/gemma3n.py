@@ -1,8 +1,8 @@
 """Gemma 3n (text): shared K/V in the upper layers, four parallel streams (AltUp), a low-rank residual (LAuReL).
 
-    streams (T, 4, H) ── predict ──► active stream ──norm──┬── attention ──norm──+──► (+) / √2 ── MLP ──► correct all four
-                                                           └── laurel ───────────────┘               and tell all but the
-                                                                                                     active one the token
+    streams (T, 4, H) ── predict ──► active one ──norm──┬── attention ──norm──+── / √2 ── MLP ──► correct all four,
+                                                        └── LAuReL ───────────┘                   tell the passive ones
+
 AltUp: Baykal and others 2023 (2301.13310); LAuReL: 2411.07501. The MLP of the first layers is sparse: only the largest
 of a gate's outputs stay, as many as a normal distribution with their mean and deviation puts above a quantile.
 """

@@ -3,8 +3,8 @@
     x ──norm── attention ──norm──+──norm── MLP ──norm──+── told ──+── * layer_scalar ──►
                                  └── (experts beside) ─┘
 
-Windowed and full layers have heads, bases and RoPE of their own, and so layer groups of two geometries. Readers may have
-MLPs of twice the width (E2B). In the largest models full layers have no value projection (`attention_k_eq_v`), and
+Windowed and full layers have heads, bases and RoPE of their own, and so layer groups of two geometries. Readers may
+have MLPs of twice the width (E2B). In the largest models full layers have no value projection (`attention_k_eq_v`), and
 routed experts stand beside the MLP.
 """
 

@@ -46,7 +46,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 class NeoXConfig(ModelConfig):
     """GPT-NeoX and MLKV's additions."""
 
-    num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
     rotary_dim: int  # R: the first R dims of a head are rotated

@@ -1,8 +1,8 @@
 """HunYuan (Hunyuan-Large, 2411.02265; A13B): Cross-Layer Attention whose readers keep a key norm of their own.
 
 The Llama body with two changes. The norms of q and k come *behind* RoPE, and an owner hands its readers the raw key:
-each layer rotates it and norms it with its own weight. The authors' code therefore keeps one cache per layer. Ours keeps
-one per group, and is exact:
+each layer rotates it and norms it with its own weight. The authors' code therefore keeps one cache per layer. Ours
+keeps one per group, and is exact:
 
     q . (w_k * k̂)  =  (q * w_k) . k̂         k̂: the rotated key divided by its RMS, without any weight
 
@@ -59,7 +59,7 @@ def parse(fields: Fields) -> HunYuanConfig:
 def hunyuan_config(fields: Fields, sharing: KVSharing, *, shares_sum_to_one: bool) -> HunYuanConfig:
     """The fields that all HunYuan families store alike."""
     head_dim = fields.get("head_dim", fields.get("attention_head_dim"))
-    fields = Fields(fields.values | {"head_dim": head_dim})
+    fields = fields.replaced(head_dim=head_dim)
     for name, wanted in (("use_mla", False), ("moe_drop_tokens", False), ("use_rotary_pos_emb", True)):
         if fields.flag(name, wanted) != wanted:
             raise UnsupportedModel(f"config.json: {name}={not wanted} is not supported".lower())
@@ -121,7 +121,7 @@ class Attention(llama.Attention):
         self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation | None
     ) -> Tensor:
         """q (T, Hq, D), rotated already -> residual + attention over the group's memory, (T, H)."""
-        return super().attend(q, residual, batch, kv_pool, None)
+        return super().attend(q, residual, batch, kv_pool, rotation=None)
 
 
 class MixtureOfExperts:

@@ -11,5 +11,5 @@ __all__ = ["Model", "parse"]
 
 def parse(fields: Fields) -> HunYuanConfig:
     """Read transformers' config.json; q and k are always normed."""
-    fields = Fields(fields.values | {"use_qk_norm": True, "num_experts": 1})
+    fields = fields.replaced(use_qk_norm=True, num_experts=1)
     return hunyuan_config(fields, KVSharing.none(fields.size("num_hidden_layers")), shares_sum_to_one=True)

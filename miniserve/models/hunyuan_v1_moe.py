@@ -12,5 +12,5 @@ __all__ = ["Model", "parse"]
 def parse(fields: Fields) -> HunYuanConfig:
     """Read transformers' config.json; q and k are always normed, and the experts as wide as the shared MLP."""
     size = fields.size("intermediate_size")
-    fields = Fields(fields.values | {"use_qk_norm": True, "num_shared_expert": 1, "moe_intermediate_size": size})
+    fields = fields.replaced(use_qk_norm=True, num_shared_expert=1, moe_intermediate_size=size)
     return hunyuan_config(fields, KVSharing.none(fields.size("num_hidden_layers")), shares_sum_to_one=True)

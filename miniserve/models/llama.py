@@ -41,7 +41,6 @@ from miniserve.ops import Norm, Ops, Rotation
 class LlamaConfig(ModelConfig):
     """The Llama body and its options."""
 
-    num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
     intermediate_size: int  # F
@@ -114,7 +113,9 @@ class Attention:
         self.ops.write_kv(self.ops.normed(k, self.k_norm), v, kv_pool.of_layer(self.layer), batch, rotation)
         return self.ops.normed(q, self.q_norm)
 
-    def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
+    def attend(
+        self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation | None
+    ) -> Tensor:
         """q (T, Hq, D) -> residual + attention over the group's memory, (T, H)."""
         memory, sight = kv_pool.of_layer(self.layer), self.config.sharing.sight(self.layer)
         out = self.ops.attend(q, memory, batch, scale=self.scale, rotation=rotation, **sight)

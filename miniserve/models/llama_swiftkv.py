@@ -1,4 +1,4 @@
-"""SwiftKV (2410.03960) on the Llama body: the upper layers' K/V all come from one vector, the input of the first of them.
+"""SwiftKV (2410.03960) on the Llama body: all upper layers' K/V come from one vector, the input of the first of them.
 
     layers 0 .. N-1    ordinary
     layer N            x ── norm_swiftkv ──┬── k, v of layer N       written for all upper layers at once, so a token

@@ -43,7 +43,6 @@ class YocoConfig(ModelConfig):
     """Both decoders."""
 
     num_self_heads: int  # of q, k and v in the self-decoder
-    num_heads: int  # Hq of the cross-decoder
     num_kv_heads: int  # Hkv of the cross-decoder
     intermediate_size: int
     rms_norm_eps: float
@@ -71,11 +70,9 @@ def parse(fields: Fields) -> YocoConfig:
     self_dim, cross = dim // self_heads, KVGeometry(num_kv_heads, dim // num_heads)
     below = KVGeometry(self_heads, self_dim) if window else StateGeometry(self_heads, self_dim, self_dim)
     longest = fields.get("max_seq_len", -1)  # the authors' -1: not said
-    translated = Fields(
-        fields.values | {"hidden_size": dim, "max_position_embeddings": longest if longest != -1 else _MAX_LENGTH}
-    )
+    length = longest if longest != -1 else _MAX_LENGTH
     return YocoConfig(
-        **translated.common(),
+        **fields.replaced(hidden_size=dim, max_position_embeddings=length).common(),
         sharing=KVSharing.yoco(num_layers).with_windows([window] * half + [None] * half),
         geometry=(below,) * half + (cross,) * half,
         sliding_window=window,
@@ -129,7 +126,7 @@ class GatedRetention:
         q, k, v, g = heads.split(self.heads, dim=1)  # (T, heads, D) each
         decay = F.logsigmoid(self.ops.linear(x, self.gate).float()) / _GATE_SLOWDOWN  # (T, heads)
         q, k = self.ops.rotate(q, rotation).float(), self.ops.rotate(k, rotation).float() * k.shape[-1] ** -0.5
-        out = retain(q, k, v.float(), decay, kv_pool.state_of_layer(self.layer), batch).to(x.dtype)
+        out = retain(q, k, v.float(), decay, kv_pool.of_layer(self.layer), batch).to(x.dtype)
         return (F.silu(g) * self.ops.normed(out, self.norm)).flatten(1)
 
     def attend(self, q: Tensor, residual: Tensor, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
@@ -154,7 +151,9 @@ class CrossAttention:
     def project(self, x: Tensor, norm: Norm, batch: ForwardBatch, kv_pool: KVPool, rotation: Rotation) -> Tensor:
         """x (T, H), normed first -> q (T, Hq, D); the owner writes the shared k, v."""
         if self.owns:
-            heads = self.ops.linear(x, self.kv_proj, norm=self.kv_norm).unflatten(-1, (2 * self.config.num_kv_heads, -1))
+            heads = self.ops.linear(x, self.kv_proj, norm=self.kv_norm).unflatten(
+                -1, (2 * self.config.num_kv_heads, -1)
+            )
             k, v = heads.split(self.config.num_kv_heads, dim=1)  # (T, Hkv, D) each
             self.ops.write_kv(k, v, kv_pool.of_layer(self.layer), batch, rotation)
         return self.ops.linear(x, self.q_proj, norm=norm).unflatten(-1, (self.config.num_heads, -1))
@@ -196,16 +195,16 @@ def retain(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: StateMemory, 
     that it passes: those are what a later request with the same text can start from.
     """
     spans = _spans(memory, batch)
-    if batch.max_seqlen_q == 1 and not _depend(spans):
-        rows = (x[:, None] for x in (q, k, v, decay))  # S requests of one token, all at once
-        out, after = _recur(*rows, memory.load([span.page_before for span in spans]))
+    if batch.max_seqlen_q == 1 and not _depend(spans):  # S requests of one token, all at once
+        before = memory.load([span.page_before for span in spans])
+        out, after = _recur(q[:, None], k[:, None], v[:, None], decay[:, None], before)
         memory.store([span.page for span in spans], after)
         return out[:, 0]
     out = torch.empty_like(v)
     for span in spans:
         rows = slice(span.first_row, span.stop_row)
-        parts = (x[None, rows] for x in (q, k, v, decay))
-        (out[rows],), after = _recur(*parts, memory.load([span.page_before]))
+        before = memory.load([span.page_before])
+        (out[rows],), after = _recur(q[None, rows], k[None, rows], v[None, rows], decay[None, rows], before)
         memory.store([span.page], after)
     return out
 

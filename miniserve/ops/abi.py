@@ -60,6 +60,7 @@ OPERATIONS = ("linear", "rms_norm", "layer_norm", "rotate", "angles", "embed", "
 SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "pool_new": ([_I], _P),
     "pool_delete": ([_P], None),
+    "use_large_pages": ([_P, _N], None),
     "pack": ([_P, _I, _P, _I, _N, _N, _I, _P, _P], None),
     "run": ([_P, _P, _N], None),
     "argmax": ([_P, _P, _N, _N, _N, _P], None),

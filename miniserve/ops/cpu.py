@@ -28,6 +28,7 @@ from miniserve.ops.native import FLAGS, load_library
 PANEL = 32  # outputs of a weight panel, as in csrc/matmul.h
 _LANES = 16
 _MOST_DESCRIBED = 256
+_SLAB_BYTES = 64 << 20  # weights lie in slabs of this size, so that large pages hold them without gaps
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PACK = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -64,6 +65,7 @@ class CpuOps(Ops):
         self._quantize = quantization == "int8"
         self._twins: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._recording: replay.Program | None = None
+        self._watch = replay.TorchWatch()  # of the newest recording
         self._programs: OrderedDict[Hashable, replay.Program] = OrderedDict()
         self._never_recorded: weakref.WeakSet[Any] = weakref.WeakSet()
         self._workspace = replay.Workspace()
@@ -75,6 +77,8 @@ class CpuOps(Ops):
         # Not at exit too: a daemon thread may be in a kernel then, and sleeping helpers end with the process.
         weakref.finalize(self, library.miniserve_pool_delete, pool).atexit = False
         self._pack, self._argmax = partial(library.miniserve_pack, pool), partial(library.miniserve_argmax, pool)
+        self._use_large_pages = library.miniserve_use_large_pages
+        self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
         self._run_calls = partial(library.miniserve_run, pool)
         functions = {name: getattr(library, f"miniserve_{name}") for name in abi.OPERATIONS}
         self._functions = {name: partial(function, pool) for name, function in functions.items()}
@@ -86,6 +90,10 @@ class CpuOps(Ops):
     def name(self) -> str:
         """See `Ops.name`."""
         return super().name + (" with int8 weights" if self._quantize else "")
+
+    def adopt(self, arena: Tensor) -> None:
+        """See `Ops.adopt`: large pages, since attention jumps from block to block."""
+        self._use_large_pages(arena.data_ptr(), arena.nbytes)
 
     def run(
         self, model: Callable[[ForwardBatch, KVPool], Tensor], batch: ForwardBatch, kv_pool: KVPool, *, eager: bool
@@ -107,11 +115,11 @@ class CpuOps(Ops):
     ) -> Tensor:
         self._recording = program = replay.program_for(model, batch, kv_pool)
         try:
-            with replay.TorchWatch() as watch:
+            with replay.TorchWatch() as self._watch:
                 program.finish(model(program.batch, kv_pool))
         finally:
             self._recording = None
-        if watch.has_computed:
+        if self._watch.has_computed:
             self._never_recorded.add(model)
             return program.result()
         self._programs[key] = program
@@ -196,7 +204,8 @@ class CpuOps(Ops):
         out = self._empty(q.shape[0], q.shape[1], memory.v.shape[-1])
         key_rotation = None  # of all positions, to whole blocks
         if key_rotary is not None:
-            key_rotation = key_rotary(torch.arange(-(-batch.max_seqlen_k // _LANES) * _LANES))
+            with self._watch.constants():
+                key_rotation = key_rotary(torch.arange(-(-batch.max_seqlen_k // _LANES) * _LANES))
         twins = self._memory_and_requests(memory, batch)
         angles, key_angles = self._twin(rotation, _rotation_twin), self._twin(key_rotation, _rotation_twin)
         self._call(
@@ -233,7 +242,7 @@ class CpuOps(Ops):
         outputs = rows // 2 if gated else rows
         num_panels = -(-outputs // (_LANES if gated else PANEL))
         dtype = torch.int8 if self._quantize else weight.dtype
-        panels = torch.empty(num_panels * PANEL * -(-inputs // _PACK[dtype]) * _PACK[dtype], dtype=dtype)
+        panels = self._room(num_panels * PANEL * -(-inputs // _PACK[dtype]) * _PACK[dtype], dtype)
         scales = torch.empty(num_panels * PANEL) if self._quantize else None
         is_bfloat16 = int(weight.dtype == torch.bfloat16)
         self._pack(
@@ -244,6 +253,15 @@ class CpuOps(Ops):
         addresses = panels.data_ptr(), _address(scales), _address(bias)
         twin = abi.Weight(*addresses, num_panels, inputs, outputs, _DTYPES[dtype], gated)
         return Packed(panels, scales, bias, twin, ctypes.addressof(twin), outputs)
+
+    def _room(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Room for so many numbers of a weight, behind the weight before."""
+        num_bytes = -(-count * dtype.itemsize // 64) * 64
+        if self._slab.nbytes < num_bytes:
+            self._slab = torch.empty(max(num_bytes, _SLAB_BYTES), dtype=torch.uint8)
+            self._use_large_pages(self._slab.data_ptr(), self._slab.nbytes)
+        room, self._slab = self._slab[:num_bytes], self._slab[num_bytes:]
+        return room.view(dtype)[:count]
 
     def _product(
         self,

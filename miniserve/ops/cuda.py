@@ -102,8 +102,14 @@ class CudaOps(ReferenceOps):
         q = q if rotation is None else self.rotate(q, rotation)
         if batch.token_ids.shape[0] == 0:  # behind the cut of a step that samples nothing; kernels refuse it
             return q.new_empty(0, q.shape[1], memory.v.shape[-1])
-        if self.attention.lacks(q, memory, softcap, key_rotary is not None):
-            options = {"window": window, "diagonal": diagonal, "softcap": softcap, "key_rotary": key_rotary}
+        two_ends = window is not None and not diagonal  # which "one key less" would move, both of them
+        if two_ends or self.attention.lacks(q, memory, softcap, key_rotary is not None):
+            options: dict[str, Any] = {
+                "window": window,
+                "diagonal": diagonal,
+                "softcap": softcap,
+                "key_rotary": key_rotary,
+            }
             return super().attend(q, memory, batch, scale=scale, **options)
         seen = batch if diagonal else replace(batch, seqused_k=batch.seqused_k - 1)
         return self.attention.run(q, memory, seen, scale, window, softcap)

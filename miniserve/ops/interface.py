@@ -69,6 +69,9 @@ class Ops(ABC):
         """The dtype in which the set wants norm weights and biases of a model held in `dtype`."""
         return dtype
 
+    def adopt(self, arena: Tensor) -> None:  # noqa: B027 - most sets do not care
+        """Told once of the KV pool's memory, before anything is written: a set may ask the system for another kind."""
+
     def run(
         self, model: Callable[[ForwardBatch, KVPool], Tensor], batch: ForwardBatch, kv_pool: KVPool, *, eager: bool
     ) -> Tensor:
@@ -140,10 +143,10 @@ class Ops(ABC):
     ) -> Tensor:
         """Causal attention of q (T, Hq, Dk), rotated if `rotation` says how, over a group's memory -> (T, Hq, Dv).
 
-        Owner and reader call it alike: neither brings K or V, both read the pool. The row at position i sees
-        keys i - window + 1 to i, or to i - 1 without the `diagonal`; one that sees nothing gets 0. `softcap` c turns scores s into c * tanh(s / c). `key_rotary` rotates keys
-        that are stored un-rotated as they are read (MLKV's owners). Blocks that the window has passed are
-        never touched.
+        Owner and reader call it alike: neither brings K or V, both read the pool. The row at position i sees keys i -
+        window + 1 to i, or to i - 1 without the `diagonal`; one that sees nothing gets 0. `softcap` c turns scores s
+        into c * tanh(s / c). `key_rotary` rotates keys that are stored un-rotated as they are read (MLKV's owners).
+        Blocks that the window has passed are never touched.
         """
 
     @abstractmethod

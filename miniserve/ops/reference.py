@@ -158,5 +158,5 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sof
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0).to(q.dtype)  # softmax of none: NaN
-    return torch.einsum("hgnm,mhd->nhgd", weights, v).reshape(n, num_heads, -1)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0)  # of nothing it is NaN
+    return torch.einsum("hgnm,mhd->nhgd", weights.to(q.dtype), v).reshape(n, num_heads, -1)

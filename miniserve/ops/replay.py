@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -57,6 +58,14 @@ class TorchWatch(TorchDispatchMode):
     """Notices whether torch computes anything itself; views of what the kernels made are no computation."""
 
     has_computed = False
+    _off = False
+
+    @contextmanager
+    def constants(self) -> Iterator[None]:
+        """What is computed in here is the same in every repetition, and held by the program."""
+        self._off = True
+        yield
+        self._off = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each of its operations."""
@@ -64,7 +73,7 @@ class TorchWatch(TorchDispatchMode):
         made = result if isinstance(result, (list, tuple)) else [result]
         sources = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
         copies = any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in sources for x in made)
-        self.has_computed |= copies or not func.is_view
+        self.has_computed |= not self._off and (copies or not func.is_view)
         return result
 
 

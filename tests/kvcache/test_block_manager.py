@@ -179,6 +179,23 @@ def test_requests_of_one_step_share():
     assert tables(blocks, second)[0] == tables(blocks, first)[0][:2]
 
 
+def test_requests_of_one_step_do_not_share_where_layers_read_above_themselves():
+    """There a block's K/V is complete only when the step is over."""
+    layout = KVLayout.build(
+        KVSharing((0, 2, 2), (None,) * 3), [KVGeometry(1, 4)] * 3, itemsize=4, block_size=4, max_model_len=1000
+    )
+    blocks = BlockManager(layout, 8)
+    first, second = ask(range(5)), ask(range(5))
+    assert blocks.take_prefix(first) == 0
+    blocks.grow(first, 0, 4)
+    blocks.publish(first, 4)
+    assert blocks.take_prefix(second) == 0
+    blocks.free(second)
+    blocks.confirm()
+    assert blocks.take_prefix(second) == 4
+    blocks.check_integrity()
+
+
 def test_half_full_blocks_are_not_found():
     blocks = manager(None)
     request = ask(range(20))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniserve.errors import ConfigError
-from miniserve.kvcache.layout import KVGeometry, KVLayout, RetentionClass
+from miniserve.kvcache.layout import KVGeometry, KVLayout, RetentionClass, StateGeometry
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.report import kv_report
 
@@ -175,9 +175,9 @@ def test_block_size_is_as_asked_if_nothing_is_wasted():
 
 def test_blocks_grow_until_little_is_wasted():
     sharing = KVSharing((0, 1), (None, 8))
-    layout = layout_of(sharing, [KVGeometry(2, 4), KVGeometry(3, 4)], block_size=1, itemsize=1)
-    # 16 and 24 bytes: one slot of each wastes a third of the page, 3 and 2 slots nothing.
-    assert ([cls.block_size for cls in layout.classes], layout.page_bytes) == ([3, 2], 48)
+    layout = layout_of(sharing, [KVGeometry(2, 4), KVGeometry(3, 4)], block_size=1)
+    # 32 and 48 bytes: one slot of each wastes a third of the page, 3 and 2 slots nothing.
+    assert ([cls.block_size for cls in layout.classes], layout.page_bytes) == ([3, 2], 96)
 
 
 def test_block_sizes_are_multiples_of_what_the_kernels_want():
@@ -315,15 +315,51 @@ def test_cla2_holds_exactly_twice_the_tokens_of_its_unshared_twin(pairs, kv_head
     twin_pages, shared_pages = twin.num_pages(budget), shared.num_pages(budget)
     assert twin.max_request_tokens(twin_pages) == blocks * block_size
     assert shared.max_request_tokens(shared_pages) == 2 * blocks * block_size
-    assert kv_report(twin, twin_pages, 1)["capacity_tokens"] == blocks * block_size
-    assert kv_report(shared, shared_pages, 1)["capacity_tokens"] == 2 * blocks * block_size
+    assert kv_report(twin, twin_pages, 1, kv_heads)["capacity_tokens"] == blocks * block_size
+    assert kv_report(shared, shared_pages, 1, kv_heads)["capacity_tokens"] == 2 * blocks * block_size
+
+
+# -------------------------------------------------------------------- 8 bits and states
+
+
+def test_int8_tokens_carry_a_scale_for_each_head_and_part():
+    layout = layout_of(KVSharing.cla(4, 2), KVGeometry(3, 64, 32), itemsize=1)
+    assert layout.bytes_per_token == 2 * 3 * (64 + 32 + 2 * 4)
+    assert [group.offset for group in layout.groups] == [0, 16 * 3 * (64 + 32 + 8)]
+    with pytest.raises(ConfigError, match="kv_cache_dtype=int8.*head_dim=6"):
+        layout_of(KVSharing.none(2), KVGeometry(1, 6), itemsize=1)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100])
+def test_states_are_classes_of_their_own_in_pages_that_hold_one(block_size):
+    """Layers 0 and 1 keep states, 2 and 3 read one K/V of 64 bytes a token."""
+    geometry = [StateGeometry(2, 16, 16)] * 2 + [KVGeometry(1, 16)] * 2
+    layout = layout_of(KVSharing((0, 1, 2, 2), (None,) * 4), geometry, block_size=block_size)
+    full, *states = layout.classes
+    assert (full.groups, full.window, full.state_bytes) == ((2,), None, 0)
+    assert [(c.groups, c.window, c.state_bytes) for c in states] == [((0,), 2, 2048), ((1,), 2, 2048)]
+    assert layout.page_bytes == max(2048, block_size * 64)
+    assert {c.block_size for c in layout.classes} == {max(32, block_size)} == {layout.alignment}
+    assert layout.bytes_per_token == 64 and layout.unshared_bytes_per_token == 128
+    assert [c.blocks_for(10_000) for c in states] == [2, 2]
+    assert [group.geometry for group in layout.groups] == [geometry[0], geometry[1], geometry[2]]
+
+
+def test_states_alone_are_no_kv_cache():
+    with pytest.raises(ConfigError, match="states alone"):
+        layout_of(KVSharing.none(2), StateGeometry(1, 4, 4))
+
+
+def test_a_reader_cannot_read_a_state_as_kv():
+    with pytest.raises(ConfigError, match="layer 1"):
+        layout_of(KVSharing((0, 0), (None,) * 2), [StateGeometry(1, 8, 8), KVGeometry(1, 8)])
 
 
 # -------------------------------------------------------------------- the report
 
 
 def test_report_has_the_promised_fields_and_is_json():
-    report = kv_report(gemma(35, 20, 5, 1, 512), 100, 131072)
+    report = kv_report(gemma(35, 20, 5, 1, 512), 100, 131072, 8)
     assert json.loads(json.dumps(report)) == report
     promised = {"bytes_per_token", "capacity_tokens", "max_model_len", "max_full_requests", "reduction", "groups"}
     assert promised <= report.keys()
@@ -332,7 +368,7 @@ def test_report_has_the_promised_fields_and_is_json():
 
 
 def test_report_of_a_plain_model():
-    report = kv_report(layout_of(KVSharing.cla(4, 2), KVGeometry(3, 64), block_size=16, itemsize=4), 10, 50)
+    report = kv_report(layout_of(KVSharing.cla(4, 2), KVGeometry(3, 64), block_size=16, itemsize=4), 10, 50, 9)
     assert report["kv_sharing"] == "0_0_2_2"
     assert report["bytes_per_token"] == 2 * 3 * 128 * 4
     assert report["capacity_tokens"] == 10 * 16
@@ -343,12 +379,14 @@ def test_report_of_a_plain_model():
     assert report["kv_cache_bytes"] == 10 * report["block_bytes"] == 10 * 16 * 2 * 3 * 128 * 4
     group = {"kv_heads": 3, "head_dim": 64, "window": None, "bytes_per_token": 3 * 128 * 4}
     assert report["groups"] == [{"owner": 0, "readers": [1], **group}, {"owner": 2, "readers": [3], **group}]
-    assert report["classes"] == [{"window": None, "groups": [0, 1], "block_size": 16}]
+    assert report["classes"] == [{"window": None, "groups": [0, 1], "block_size": 16, "state_bytes": 0}]
+    # 9 query heads in 4 layers and 16 bits, against 3 KV heads in 2 groups and 32 bits
+    assert report["multi_head_reduction"] == (9 * 4 * 2) / (3 * 2 * 4)
 
 
 def test_report_counts_windowed_groups_up_to_their_window():
     sharing = KVSharing((0, 1, 1), (None, 8, 8))
-    report = kv_report(layout_of(sharing, KVGeometry(1, 4), block_size=4, itemsize=1, max_model_len=32), 40, 32)
+    report = kv_report(layout_of(sharing, KVGeometry(1, 2), block_size=4, max_model_len=32), 40, 32, 1)
     assert [(group["window"], group["readers"]) for group in report["groups"]] == [(None, []), (8, [2])]
     assert report["bytes_per_token"] == 16
     # A request of 32 tokens keeps 32 + 8 tokens of 8 bytes; 40 blocks are 1280 bytes, so 4 of them, of 32 tokens.
@@ -359,6 +397,6 @@ def test_report_counts_windowed_groups_up_to_their_window():
 
 def test_report_names_no_window_that_nothing_exceeds():
     layout = layout_of(KVSharing((0, 1), (None, 64)), KVGeometry(1, 4), max_model_len=64)
-    report = kv_report(layout, 8, 64)
+    report = kv_report(layout, 8, 64, 1)
     assert [group["window"] for group in report["groups"]] == [None, None]
     assert len(report["classes"]) == 1

@@ -11,6 +11,7 @@ from miniserve.errors import ConfigError
 from miniserve.kvcache import sharing as sharing_module
 from miniserve.kvcache.sharing import SCHEMES, KVSharing
 from miniserve.models.lckv_llama import lckv_map
+from miniserve.report import draw_map
 
 MIXATTENTION = "0_1s_1s_3s_3s_3s_0_7s_7s_9s_9s_9s_12_13s_13s_15s_15s_15s_12_19s_19s_19s"
 LCKV_W2 = "_".join(["0"] + ["20"] * 20 + ["21"])
@@ -217,7 +218,7 @@ def test_other_windows_same_owners():
 
 
 def test_drawing_of_a_small_map():
-    assert KVSharing.parse("0_0_2s_2s", window=128).draw().split("\n") == [
+    assert draw_map(KVSharing.parse("0_0_2s_2s", window=128)).split("\n") == [
         "layer    0 1 2 3",
         "group 0  ■ ● · ·",
         "group 1  · · ◧ ○",
@@ -226,13 +227,13 @@ def test_drawing_of_a_small_map():
 
 def test_drawing_is_the_one_in_the_module_docstring():
     picture = [line.removeprefix("    ") for line in sharing_module.__doc__.splitlines()]
-    drawn = KVSharing.parse("0_0_2s_2s", window=128).draw().splitlines()
+    drawn = draw_map(KVSharing.parse("0_0_2s_2s", window=128)).splitlines()
     start = picture.index(drawn[0])
     assert [line[: len(drawn[0])] for line in picture[start : start + len(drawn)]] == drawn
 
 
 def test_drawing_with_two_digit_layers_keeps_its_columns():
-    lines = KVSharing.suffix(12, 2).draw().splitlines()
+    lines = draw_map(KVSharing.suffix(12, 2)).splitlines()
     assert lines[0] == "layer     0  1  2  3  4  5  6  7  8  9 10 11"
     assert lines[-1] == "group 9   ·  ·  ·  ·  ·  ·  ·  ·  ·  ■  ●  ●"
     assert len(lines) == 11 and len(set(map(len, lines))) == 1
@@ -316,6 +317,13 @@ def test_a_map_of_one_layer():
     assert KVSharing.parse("0s", window=3).windows == (3,)
 
 
+def test_a_layer_that_reads_above_itself_cannot_see_its_own_token():
+    sharing = lckv_map(LCKV_W2, 22, None)
+    assert sharing.group_owners == (0, 20, 21) and sharing.cut == 21 and sharing.cyclic
+    assert [layer for layer in range(22) if not sharing.sight(layer)["diagonal"]] == list(range(1, 20))
+    assert not KVSharing.cla(6, 2).cyclic and all(KVSharing.cla(6, 2).sight(layer)["diagonal"] for layer in range(6))
+
+
 def test_own_windows_stay_unless_an_entry_says_otherwise():
     own = [None, 16, None, 16]
     assert KVSharing.parse("cla:2", 4, own_windows=own).windows == (None, 16, None, 16)
@@ -326,10 +334,10 @@ def test_own_windows_stay_unless_an_entry_says_otherwise():
 # -------------------------------------------------------------------- refusals
 
 REFUSED = {
-    "forward": (lambda: KVSharing.from_list([0, 2, 2]), ["layer 1 reads layer 2", "cyclic"]),
-    "forward from layer 0": (lambda: KVSharing.from_list([1, 1]), ["layer 0 reads layer 1"]),
-    "ring of two": (lambda: KVSharing.from_list([0, 2, 1]), ["layer 1", "2"]),
-    "ring of three": (lambda: KVSharing.from_list([0, 3, 1, 2]), ["layer 1", "3"]),
+    "ring of two": (lambda: KVSharing.from_list([0, 2, 1]), ["layer 1", "1 -> 2 -> 1"]),
+    "ring of three": (lambda: KVSharing.from_list([0, 3, 1, 2]), ["layer 1", "1 -> 3 -> 2 -> 1"]),
+    "reader of a ring": (lambda: KVSharing.from_list([1, 2, 1]), ["layer 0", "0 -> 1 -> 2 -> 1"]),
+    "window and owner above": (lambda: KVSharing.from_list([0, 2, 2], [None, 4, None]), ["layer 1", "window"]),
     "no owner at 0": (lambda: KVSharing.nearest_owner(4, [1, 2]), ["layer 0"]),
     "no owners at all": (lambda: KVSharing.nearest_owner(4, []), ["layer 0"]),
     "empty list": (lambda: KVSharing.from_list([]), ["empty"]),
@@ -343,7 +351,8 @@ REFUSED = {
     "window 0": (lambda: KVSharing.from_list([0, 0], [None, 0]), ["layer 1 has window 0"]),
     "negative window": (lambda: KVSharing.from_list([0, 0], [-4, None]), ["layer 0 has window -4"]),
     "unresolved chain": (lambda: KVSharing((0, 0, 1), (None,) * 3), ["layer 2 reads layer 1"]),
-    "unfinished forward": (lambda: KVSharing((0, 2, 2), (None,) * 3), ["layer 1 reads layer 2"]),
+    "unresolved chain upwards": (lambda: KVSharing((1, 2, 2), (None,) * 3), ["layer 0 reads layer 1"]),
+    "owner out of range": (lambda: KVSharing((0, 3, 2), (None,) * 3), ["layer 1 reads layer 3"]),
     "text: wrong length": (lambda: KVSharing.parse("0_0_2", 4), ["3 entries", "4 layers"]),
     "text: too long": (lambda: KVSharing.parse("0_0_2_2", 3), ["4 entries", "3 layers"]),
     "text: s without window": (lambda: KVSharing.parse("0_0s"), ["layer 1", "'0s'", "sliding_window"]),
@@ -353,7 +362,7 @@ REFUSED = {
     "text: empty entry": (lambda: KVSharing.parse("0__1"), ["layer 1", "''"]),
     "text: word as an entry": (lambda: KVSharing.parse("0_x_0"), ["layer 1", "'x'"]),
     "text: nothing after lckv": (lambda: KVSharing.parse("lckv:"), ["layer 0"]),
-    "text: forward": (lambda: KVSharing.parse("0_2_2"), ["layer 1 reads layer 2"]),
+    "text: ring": (lambda: KVSharing.parse("0_2_1"), ["layer 1", "ring"]),
     "text: nothing": (lambda: KVSharing.parse("", 4), ["kv_sharing=''", "cla"]),
     "text: unknown scheme": (lambda: KVSharing.parse("clap:2", 4), ["'clap'", "none, cla, mlkv, suffix, yoco"]),
     "text: number of layers unknown": (lambda: KVSharing.parse("cla:2"), ["cla:2", "number of layers"]),
@@ -370,7 +379,6 @@ REFUSED = {
     "mlkv:0": (lambda: KVSharing.parse("mlkv:0", 4), ["num_key_value_layers=0"]),
     "suffix:L": (lambda: KVSharing.parse("suffix:4", 4), ["suffix:4", "0 to 3"]),
     "suffix below 0": (lambda: KVSharing.suffix(4, -1), ["suffix:-1"]),
-    "LCKV w=2": (lambda: lckv_map(LCKV_W2, 22, None), ["layer 1 reads layer 20", "cyclic"]),
     "LCKV wrong length": (lambda: lckv_map("0_0", 3, None), ["2 entries", "3 layers"]),
     "LCKV without window": (lambda: lckv_map("0_0s", 2, None), ["layer 1", "sliding_window"]),
     "LCKV chain": (lambda: lckv_map("0_0_1_3", 4, None), ["layer_types", "layer 2 reads layer 1"]),
@@ -386,7 +394,7 @@ REFUSED = {
     ),
     "Hymba: layer that does not exist": (lambda: KVSharing.from_groups(4, [[1, 4]]), ["kv_reuse_group", "layer 4"]),
     "Hymba: negative layer": (lambda: KVSharing.from_groups(4, [[-1, 2]]), ["kv_reuse_group", "layer -1"]),
-    "Hymba: owner above its reader": (lambda: KVSharing.from_groups(4, [[2, 1]]), ["layer 1 reads layer 2"]),
+    "Hymba: owner above its reader": (lambda: KVSharing.from_groups(4, [[2, 1]]), ["layer 1", "below its owner 2"]),
     "Hymba: layer in two groups": (
         lambda: KVSharing.from_groups(4, [[0, 1], [1, 2]]),
         ["kv_reuse_group", "layer 1"],
@@ -410,9 +418,11 @@ def test_invalid_maps_are_refused_by_name(build, named):
 
 @given(st.lists(st.integers(-2, 7), min_size=1, max_size=6))
 @settings(deadline=None)
-def test_a_list_is_a_map_exactly_if_every_layer_reads_itself_or_below(reads):
-    valid = all(0 <= read <= layer for layer, read in enumerate(reads))
-    if valid:
+def test_a_list_is_a_map_exactly_if_every_chain_ends_at_a_layer_that_reads_itself(reads):
+    valid, ends = all(0 <= read < len(reads) for read in reads), list(range(len(reads)))
+    for _ in reads:
+        ends = [reads[end] for end in ends] if valid else ends
+    if valid and all(reads[end] == end for end in ends):
         sharing = KVSharing.from_list(reads)
         assert all(sharing.owners[owner] == owner for owner in sharing.owners)
         assert all(sharing.owners[layer] == sharing.owners[read] for layer, read in enumerate(reads))

@@ -5,6 +5,7 @@ has passed are given back (table entry 0, NaN inside). Bounds:
 
 * float32: each set rounds every one of n additions by at most 2^-24. Such errors are independent, so their sum is
   bounded by `drift(n)`, four standard deviations and some for the rest, times the sum of the magnitudes.
+* int8 keys and values: the judge gets what the stored numbers are worth, and computes in float32.
 * bfloat16: the judge gets the values as stored (rounded to bfloat16) and computes in float32; builds that keep
   activations in float32 must then meet the same bound. With AVX512-BF16 products round their activations too: by at
   most 2^-8 (`BF16`) of each term.
@@ -330,13 +331,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     scale: float = 0.3
     window: int | None = None
+    diagonal: bool = True
     softcap: float | None = None
     key_rotary: RotaryEmbedding | None = None
     seed: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
-        return dict(scale=self.scale, window=self.window, softcap=self.softcap, key_rotary=self.key_rotary)
+        return {name: getattr(self, name) for name in ("scale", "window", "diagonal", "softcap", "key_rotary")}
 
 
 class Scene:
@@ -397,14 +399,24 @@ class Scene:
         """An arena of NaN with room for others before, between and behind K and V."""
         case = self.case
         k_size, v_size = (case.block_size * case.kv_heads * dim for dim in (case.key_dim, case.value_dim))
-        arena = torch.full((self.num_pages, k_size + v_size + 12), torch.nan, dtype=dtype)
+        arena = torch.full(
+            (self.num_pages, k_size + v_size + 12), 77 if dtype == torch.int8 else torch.nan, dtype=dtype
+        )
 
         def part(first: int, dim: int) -> Tensor:
             return arena[:, first : first + case.block_size * case.kv_heads * dim].unflatten(
                 1, (case.block_size, case.kv_heads, dim)
             )
 
-        return GroupMemory(part(2, case.key_dim), part(6 + k_size, case.value_dim), retention_class=0)
+        k, v = part(2, case.key_dim), part(6 + k_size, case.value_dim)
+        if dtype != torch.int8:
+            return GroupMemory(k, v, retention_class=0)
+        scales = torch.full((self.num_pages, 2 * case.block_size * case.kv_heads + 3), torch.nan)
+        k_scale, v_scale = (
+            scales[:, first : first + case.block_size * case.kv_heads].unflatten(1, (case.block_size, case.kv_heads))
+            for first in (1, 2 + case.block_size * case.kv_heads)
+        )
+        return GroupMemory(k, v, 0, k_scale, v_scale)
 
     def _write(self, ops: Ops) -> None:
         """History in chunks, request by request; then the rows of the step in one call."""
@@ -421,7 +433,7 @@ class Scene:
         k = view(self.generator, batch.token_ids.shape[0], case.kv_heads, case.key_dim)
         v = view(self.generator, batch.token_ids.shape[0], case.kv_heads, case.value_dim)
         ops.write_kv(k, v, self.memories[0], batch, None)
-        reference.write_kv(k.to(case.dtype).float(), v.to(case.dtype).float(), self.memories[1], batch, None)
+        reference.write_kv(as_stored(k, case.dtype), as_stored(v, case.dtype), self.memories[1], batch, None)
 
     def _give_back(self) -> None:
         """Blocks that lie wholly before every window of the step: NaN, unless another request has them too."""
@@ -430,8 +442,18 @@ class Scene:
         for table, first in zip(self.table, needed):
             for page in set(table[:first].tolist()) - kept:
                 for memory in self.memories:
-                    memory.k[page] = memory.v[page] = torch.nan
+                    for part in (memory.k, memory.v, memory.k_scale, memory.v_scale):
+                        if part is not None:
+                            part[page] = torch.nan if part.is_floating_point() else 77
             table[:first] = 0
+
+
+def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the memory keeps of x."""
+    if dtype != torch.int8:
+        return x.to(dtype).float()
+    whole, scale = quantised(x)
+    return whole.float() * scale
 
 
 def check_attention(build: Build, case: Case) -> None:
@@ -451,6 +473,8 @@ def check_attention(build: Build, case: Case) -> None:
     largest_score = q.abs().sum(-1).max() * k.max() if len(q) else 0.0
     # A score's error; then weights are off by e^(2 error), and each by what the sums over keys add.
     error = largest_score * drift(case.key_dim) + 8 * FP32 * (case.softcap or 0.0)
+    if case.dtype == torch.int8 and case.key_rotary is not None:  # rounded once more, in steps sqrt 2 as large
+        error += 0.75 / 127 * largest_score
     if is_bfloat16 and case.key_rotary is not None:  # two sets may round a rotated number of a key differently
         error += 2 * BF16 * (q.abs().max() * k.max() if len(q) else 0.0)
     weights_error = torch.expm1(torch.as_tensor(2 * error)) + drift(max(scene.lengths, default=0))
@@ -469,9 +493,13 @@ class _RotatesToBFloat16(ReferenceOps):
         return super().rotate(x, rotation).bfloat16().float()
 
 
+_KEY_DIMS = (2, 8, 16, 24, 40, 64, 80, 96, 128, 130)  # int8 takes fours
+
+
 @st.composite
 def cases(draw: Callable[[Any], Any]) -> Case:
-    key_dim = draw(st.sampled_from((2, 8, 16, 24, 40, 64, 80, 96, 128, 130)))
+    dtype = draw(st.sampled_from((*DTYPES, torch.int8)))
+    key_dim = draw(st.sampled_from(_KEY_DIMS if dtype != torch.int8 else _KEY_DIMS[1:-1]))
     half = draw(st.none() | st.integers(1, key_dim // 2))
     sharing = draw(st.sampled_from((1, 1, 2, 3, 4, 5, 7, 9, 12, 13, 16, 25)))
     request = st.tuples(st.integers(0, 150), st.sampled_from((1, 1, 1, 2, 3, 5, 13, 40)))
@@ -483,9 +511,10 @@ def cases(draw: Callable[[Any], Any]) -> Case:
         value_dim=draw(st.just(key_dim) | st.sampled_from((1, 3, 8, 17, 48, 64, 100))),
         block_size=draw(st.sampled_from((16, 32, 48))),
         shared_blocks=draw(st.integers(0, 4)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=dtype,
         scale=draw(st.sampled_from((key_dim**-0.5, 0.05, 1.0))),
         window=draw(st.none() | st.integers(1, 100)),
+        diagonal=draw(st.booleans()),
         softcap=draw(st.none() | st.sampled_from((0.5, 5.0, 50.0))),
         key_rotary=None if half is None else rotary(half),
         seed=draw(seeds),
@@ -498,19 +527,29 @@ def test_attention(build: Build, case: Case) -> None:
     check_attention(build, case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.int8))
 @pytest.mark.parametrize(
     "case",
     [
         Case(requests=()),
         Case(requests=((0, 300),)),
         Case(requests=((0, 300),), window=33, queries_per_kv_head=4),
+        Case(requests=((0, 30), (0, 1), (5, 1)), diagonal=False),
         Case(requests=((700, 1), (0, 300), (15, 1), (16, 1), (17, 30), (0, 1)), shared_blocks=2, key_dim=64),
         Case(requests=((200, 1),) * 9, queries_per_kv_head=1, kv_heads=8, window=64, block_size=64, shared_blocks=3),
         Case(requests=((90, 5),), key_dim=512, value_dim=512, scale=512**-0.5, kv_heads=1, queries_per_kv_head=16),
         Case(requests=((90, 5),), key_dim=576, value_dim=1100, scale=576**-0.5, kv_heads=1),
     ],
-    ids=("no request", "300 rows", "300 rows, window", "ragged", "windows", "head size 512", "head size 1100"),
+    ids=(
+        "no request",
+        "300 rows",
+        "300 rows, window",
+        "no diagonal",
+        "ragged",
+        "windows",
+        "head size 512",
+        "head size 1100",
+    ),
 )
 def test_attention_at_the_edges(build: Build, case: Case, dtype: torch.dtype) -> None:
     check_attention(build, replace(case, dtype=dtype))

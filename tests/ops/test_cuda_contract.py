@@ -33,7 +33,7 @@ from miniserve.ops.cuda import CudaOps, PagedKernel, flash_attn_kernel, pad_deco
 from miniserve.ops.reference import ReferenceOps
 
 GOLDENS = Path(__file__).parents[1] / "data/goldens"
-NAMES = ("lckv-cla2", "lckv-mixattn", "lckv-yoco", "llama-bias", "qwen3-qknorm", "mlkv-neox-2x1")
+NAMES = ("gemma4-e2b", "hunyuan-cla2", "lckv-mixattn", "lckv-w2", "lckv-yoco", "llama-bias", "mlkv-neox-2x1")
 LIMIT = 1e-3
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT_ROWS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
@@ -176,6 +176,7 @@ def compute(q, k, v, cu_seqlens_q, seqused_k, block_table, scale, left, softcap)
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
         hidden = (positions > rows) if left is None else (positions > rows) | (positions < rows - left)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = weights.masked_fill(hidden.all(-1, keepdim=True), 0)  # a query that sees nothing gets 0
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outputs).to(q.dtype)
 
@@ -350,6 +351,7 @@ class Shape:
     ratio: int = 2
     head_dim: int = 16
     window: int | None = None
+    diagonal: bool = True
     softcap: float | None = None
     block_size: int = 256
 
@@ -416,6 +418,7 @@ def shapes() -> st.SearchStrategy[Shape]:
         ratio=st.integers(1, 3),
         head_dim=st.sampled_from([8, 24, 64, 256]),
         window=st.none() | st.sampled_from([1, 2, 200, 256, 257]),
+        diagonal=st.booleans(),
         softcap=st.sampled_from([None, 3.0]),
         block_size=st.sampled_from([1, 256, 300]),
     )
@@ -428,7 +431,8 @@ def test_attention_is_the_references(case, shape, seed):
     stand_ins = StandIns()
     ops = CudaOps(case.kernel(stand_ins))
     q, pool, batch = build(shape, case.dtype, case.device, seed)
-    options = {"scale": 1.5 * shape.head_dim**-0.5, "window": shape.window, "softcap": shape.softcap}
+    options = {name: getattr(shape, name) for name in ("window", "diagonal", "softcap")}
+    options["scale"] = 1.5 * shape.head_dim**-0.5
     out = ops.attend(q, pool.of_layer(1), batch, **options)
     expected = ReferenceOps().attend(q, pool.of_layer(1), batch, **options)
     assert out.shape == expected.shape and out.dtype == expected.dtype

@@ -80,3 +80,31 @@ def test_a_step_that_fails_while_it_is_recorded_leaves_nothing(model: Path, monk
     assert not engine.ops._programs and engine.ops._recording is None
     output = engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]
     assert output.outputs[0].token_ids == reference.greedy(model, [1, 2, 3], 12)
+
+
+def test_a_model_that_computes_with_torch_is_never_repeated(model: Path) -> None:
+    """Its own arithmetic would be left out. One that only makes views of what the kernels computed is repeated."""
+    engine = Engine(model, ops="cpu", dtype="float32", kv_cache_memory="1MiB")
+    model_call = engine.model
+    for between, recorded in (
+        (lambda x: x[:, :].unflatten(0, (-1, 1)).flatten(0, 1), True),
+        (lambda x: x * 2.0, False),
+    ):
+
+        def changed(batch, kv_pool, between=between):
+            return between(model_call(batch, kv_pool))
+
+        changed.logits = model_call.logits
+        engine.model = changed
+        before = len(engine.ops._programs)
+        outputs = engine.generate([[5, 6, 7], [8]], GREEDY, use_tqdm=False)
+        assert (len(engine.ops._programs) > before) == recorded
+        expected = [reference.greedy(model, prompt, 12) for prompt in ([5, 6, 7], [8])]  # a norm follows: 2 x is x
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("name, recorded", [("hunyuan-cla2", True), ("mlkv-neox-2x1", True), ("gemma4-e2b", False)])
+def test_which_families_are_repeated(goldens: Path, name: str, recorded: bool) -> None:
+    engine = Engine(goldens / name, ops="cpu", dtype="float32", kv_cache_memory="1MiB")
+    engine.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    assert bool(engine.ops._programs) == recorded

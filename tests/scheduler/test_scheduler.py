@@ -115,6 +115,17 @@ def test_the_budget_is_never_exceeded_and_never_wasted(budget):
     assert [len(request.output_token_ids) for request in requests] == [4] * 4
 
 
+def test_no_request_gets_more_than_its_chunk():
+    """With maps whose tokens go alone the budget serves many prompts at once, one token of each."""
+    blocks = WatchedBlocks(layout_of(None, block_size=4), 64)
+    scheduler = Scheduler(blocks, max_num_seqs=8, max_num_batched_tokens=4, max_waiting=10, max_chunk=1)
+    first, second, *others = add(scheduler, 3, 2, 2, 2, 2)
+    assert list(step(scheduler).values()) == [(0, 1)] * 4
+    assert step(scheduler)[second] == (1, 2)
+    assert step(scheduler)[first] == (2, 3)
+    assert second.output_token_ids and first.output_token_ids
+
+
 def test_a_long_prompt_does_not_stall_who_is_decoding():
     scheduler = scheduler_of(budget=4)
     decoding = add(scheduler, 1, 1, 1)

@@ -8,6 +8,9 @@
 //
 // Activations are float32; weights, keys and values are float32 (dtype 0), bfloat16 (dtype 1) or int8 (dtype 2). Strides are in elements; the last dimension is contiguous.
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "attention.h"
 #include "matmul.h"
 
@@ -76,6 +79,16 @@ extern "C" {
 
 void* miniserve_pool_new(int num_threads) { return new ThreadPool(num_threads); }
 void miniserve_pool_delete(void* pool) { delete static_cast<ThreadPool*>(pool); }
+
+// Asks the system to back memory with large pages, where it does so on request. K/V of a head and 16 tokens is 2 KiB
+// somewhere in gigabytes: with pages of 4 KiB finding it costs as much as reading it.
+void miniserve_use_large_pages(void* memory, long bytes) {
+#ifdef MADV_HUGEPAGE
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), first = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t begin = (first + page - 1) / page * page, end = (first + bytes) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a wish: it may be refused
+#endif
+}
 
 // Panels of 32 outputs (see matmul.h); `gated` puts rows j and N / 2 + j of the weight beside each other. `scales` of
 // the outputs, in panel order, are written for int8 and null otherwise.
