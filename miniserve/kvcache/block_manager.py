@@ -14,7 +14,8 @@ Prefix cache: a full block is known by the sha256 of (digest of the block before
 first link is the request's cache salt. A hit is the longest prefix that *every* class can serve, and at
 least one token is always left to compute. A request whose prefix may not be shared has a salt of its own;
 its own samples (`n > 1`) still share through it. Keys are published when the step that fills a block is
-scheduled: every layer writes all K/V of a step before it attends, so requests of one step can share too.
+scheduled: every layer writes all K/V of a step before it attends, so requests of one step can share too (not
+with maps in which layers read above themselves: there a step's K/V is complete only at its end).
 """
 
 from __future__ import annotations
@@ -244,8 +245,7 @@ class BlockManager:
         """The longest common hit: (tokens, per class the pages of its logical blocks)."""
         usable = request.num_tokens - 1 if request.first_logit_needed is None else request.first_logit_needed
         found: list[list[int | None]] = []  # per class: the cached page of each logical block, or None
-        # With readers below their owner a step's K/V is not there before its end (LCKV).
-        hidden = set(self._unconfirmed) if self.layout.sharing.cyclic else set()
+        hidden = self._unconfirmed if self.layout.sharing.cyclic else ()
         for index, cls in enumerate(self.layout.classes):
             num_blocks = usable // cls.block_size
             digests = self._chain(request, cls.block_size, num_blocks)[:num_blocks]

@@ -213,8 +213,7 @@ def _block_sizes(class_bytes: list[int], block_size: int, multiple: int, state_b
     """Slots per page of each class: little waste in every class, and block boundaries that often coincide.
 
     A page is `base` slots of the class with the largest tokens, and holds the largest state. Among the sizes that leave
-    at most 1/16 of it unused in the others, those with the smallest common multiple are taken, since prefix hits end at
-    one. States are kept as often.
+    at most 1/16 of it unused in the others, those of the smallest common multiple are taken: prefix hits end at one.
     """
     largest = max(class_bytes)
     if not largest:

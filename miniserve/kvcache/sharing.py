@@ -74,9 +74,7 @@ class KVSharing:
         return self.group_owners.index(self.owners[layer])
 
     def sight(self, layer: int) -> dict[str, Any]:
-        """What this layer sees of its group's memory, as `Ops.attend` takes it: a layer that reads one above it cannot
-        see the token itself, whose K/V is not made yet (LCKV, 2405.10637, section 2.2).
-        """
+        """As `Ops.attend` takes it. Who reads a layer above cannot see the token itself (LCKV, 2405.10637, 2.2)."""
         return {"window": self.windows[layer], "diagonal": self.owners[layer] <= layer}
 
     @cached_property

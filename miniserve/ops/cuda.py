@@ -111,7 +111,9 @@ class CudaOps(ReferenceOps):
                 "key_rotary": key_rotary,
             }
             return super().attend(q, memory, batch, scale=scale, **options)
-        seen = batch if diagonal else replace(batch, seqused_k=batch.seqused_k - 1)
+        seen = batch
+        if not diagonal:
+            seen = replace(batch, seqused_k=batch.seqused_k - 1, max_seqlen_k=max(1, batch.max_seqlen_k - 1))
         return self.attention.run(q, memory, seen, scale, window, softcap)
 
 

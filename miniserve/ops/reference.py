@@ -138,12 +138,10 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8), scale
 
 
-def _visible(
-    first_query: int, first_key: int, stop: int, window: int | None, diagonal: bool, device: torch.device
-) -> Tensor:
-    """(n, m) bool: which key each query sees."""
-    queries = torch.arange(first_query, stop, device=device)[:, None]
-    keys = torch.arange(first_key, stop, device=device)[None, :]
+def _visible(query: int, key: int, stop: int, window: int | None, diagonal: bool, device: torch.device) -> Tensor:
+    """(n, m) bool: which key of positions `key` to `stop` each query of positions `query` to `stop` sees."""
+    queries = torch.arange(query, stop, device=device)[:, None]
+    keys = torch.arange(key, stop, device=device)[None, :]
     visible = keys <= queries if diagonal else keys < queries
     return visible if window is None else visible & (keys > queries - window)
 

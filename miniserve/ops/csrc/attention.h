@@ -12,9 +12,9 @@
 // its weight: 16 at a time, so that the products run on the stored numbers.
 //
 // A tile is up to 12 queries that read the same keys: the query heads of one KV head, times as many neighbouring rows
-// as fit. Scores come 64 keys at a time; a running maximum and sum make the softmax exact (online softmax, 1805.02867;
-// FlashAttention, 2205.14135). The 64 begin at multiples of 64 whatever the tile, so a row's result does not depend
-// on its neighbours.
+// as fit. Scores come 256 keys at a time; a running maximum and sum make the softmax exact (online softmax, 1805.02867;
+// FlashAttention, 2205.14135). The 256 begin at multiples of 256 whatever the tile, so a row's result does not depend
+// on its neighbours. (Fewer at a time, and a decoding row spends more time between products than in them.)
 
 #pragma once
 
@@ -28,8 +28,9 @@
 
 namespace miniserve {
 
-constexpr int kChunk = 64;
-constexpr int kGroupsAtOnce = 32;  // groups of 16 value dims: a head of 512 at once
+constexpr int kChunk = 256;
+constexpr int kBlocks = kChunk / kLanes;
+constexpr int kBlocksAhead = 4;  // how far the next keys and values are fetched ahead
 
 // Angles of some rows, or of all positions.
 struct Rotation {
@@ -161,29 +162,31 @@ class Attention {
       best[i] = kMinusInfinity;
     }
 
-    const int32_t* pages = requests_.block_table + tile.request * requests_.block_table_width;
+    const long first_chunk = first[0] / kChunk * kChunk;
+    thread_local Blocks blocks;
+    find_blocks(tile, first[0], last[R - 1], first_chunk, blocks);
     alignas(64) float scores[kMaxRows][kChunk];
     Lhs weights[kMaxRows][kChunk / T::kPack];
-    for (long chunk = first[0] / kChunk * kChunk; chunk <= last[R - 1]; chunk += kChunk) {
+    for (long chunk = first_chunk; chunk <= last[R - 1]; chunk += kChunk) {
       // Blocks of 16 that no query sees are not touched: their pages may be given back already.
-      const int begin = static_cast<int>(std::max<long>(0, first[0] / kLanes - chunk / kLanes));
-      const int end = static_cast<int>(std::min<long>(kChunk / kLanes, last[R - 1] / kLanes - chunk / kLanes + 1));
-      score(R, tile, pages, queries.data(), key_steps, chunk, begin, end, scores);
+      const Span span = {chunk, (chunk - first_chunk) / kLanes,
+                         static_cast<int>(std::max<long>(0, first[0] / kLanes - chunk / kLanes)),
+                         static_cast<int>(std::min<long>(kBlocks, last[R - 1] / kLanes - chunk / kLanes + 1))};
+      score(R, blocks, span, queries.data(), key_steps, scores);
       alignas(64) float rescale[kLanes];
-      if (kScaled) scale_scores(R, tile, pages, chunk, begin, end, scores);
-      softmax_step(R, begin, end, chunk, first, last, scores, best, total, rescale);
-      if (kScaled) scale_weights(R, tile, pages, chunk, begin, end, scores);
+      if (kScaled) scale_scores(R, blocks, span, scores);
+      softmax_step(R, span, first, last, scores, best, total, rescale);
+      if (kScaled) scale_weights(R, blocks, span, scores);
       for (int i = 0; i < R; ++i) {
         if (rescale[i] != 1.0f)
           for (long g = 0; g < value_groups; ++g) {
             float* sum = &sums[(i * value_groups + g) * kLanes];
             store(sum, load(sum) * rescale[i]);
           }
-        for (int step = begin * kLanes / T::kPack; step < end * kLanes / T::kPack; ++step)
+        for (int step = span.begin * kLanes / T::kPack; step < span.end * kLanes / T::kPack; ++step)
           weights[i][step] = T::lhs(scores[i] + step * T::kPack);
       }
-      const long stop_key = std::min(last[R - 1] + 1, chunk + kChunk);
-      add_values(R, tile, pages, &weights[0][0], chunk, begin, end, stop_key, sums.data(), value_groups);
+      add_values(R, blocks, span, &weights[0][0], std::min(last[R - 1] + 1, chunk + kChunk), sums.data(), value_groups);
     }
 
     for (int i = 0; i < R; ++i) {
@@ -202,43 +205,68 @@ class Attention {
     return T::lhs(pack);
   }
 
-  // The same place in the next chunk, or this one again if there is none: its lines are fetched meanwhile.
-  long next_position(long position, const Tile& tile) const {
-    return position + kChunk < requests_.seqused_k[tile.request] ? position + kChunk : position;
-  }
+  // The blocks of 16 that a tile reads, from its first chunk on. Behind the last one it is repeated, as what would be
+  // fetched next.
+  struct Blocks {
+    std::vector<const Stored*> keys, values;
+    std::vector<const float*> key_scales, value_scales;  // of int8
+  };
 
-  long page_of(const int32_t* pages, long position) const { return pages[position / memory_.block_size]; }
+  // A chunk: its first key, that key's block in `Blocks`, and which of its blocks are seen.
+  struct Span {
+    long chunk, block;
+    int begin, end;
+  };
+
+  void find_blocks(const Tile& tile, long first_key, long last_key, long first_chunk, Blocks& blocks) const {
+    const int32_t* pages = requests_.block_table + tile.request * requests_.block_table_width;
+    const long count = last_key < 0 ? 0 : (last_key - first_chunk) / kLanes + 1, head = tile.kv_head;
+    for (auto* pointers : {&blocks.keys, &blocks.values}) pointers->resize(count + kBlocksAhead);
+    for (auto* scales : {&blocks.key_scales, &blocks.value_scales}) scales->resize(kScaled ? count : 0);
+    long block = (first_key - first_chunk) / kLanes, position = first_chunk + block * kLanes;
+    long index = position / memory_.block_size, slot = position % memory_.block_size;
+    for (; block < count; ++block) {
+      const long page = pages[index];
+      blocks.keys[block] = memory_.keys<Stored>(page, head, slot);
+      blocks.values[block] = memory_.values<Stored>(page, head, slot);
+      if (kScaled) {
+        blocks.key_scales[block] = memory_.scale(memory_.k_scale, page, head, slot);
+        blocks.value_scales[block] = memory_.scale(memory_.v_scale, page, head, slot);
+      }
+      slot += kLanes;
+      if (slot == memory_.block_size) slot = 0, ++index;
+    }
+    for (auto* pointers : {&blocks.keys, &blocks.values})
+      if (count) std::fill(pointers->begin() + count, pointers->end(), (*pointers)[count - 1]);
+  }
 
   // scores[i][j] = q_i . k_(chunk + j), 16 keys a group.
-  void score(int rows, const Tile& tile, const int32_t* pages, const Lhs* queries, long key_steps, long chunk,
-             int begin, int end, float (*scores)[kChunk]) const {
-    const Stored *keys[kChunk / kLanes], *next[kChunk / kLanes];
-    thread_local std::vector<Stored> rotated[kChunk / kLanes];
-    for (int b = begin; b < end; ++b) {
-      const long position = chunk + b * kLanes;
-      keys[b] = memory_.keys<Stored>(page_of(pages, position), tile.kv_head, position % memory_.block_size);
-      const long later = next_position(position, tile);
-      next[b] = memory_.keys<Stored>(page_of(pages, later), tile.kv_head, later % memory_.block_size);
-      if (options_.key_rotation) keys[b] = rotate_keys(keys[b], position, rotated[b]);
+  void score(int rows, const Blocks& blocks, const Span& span, const Lhs* queries, long key_steps,
+             float (*scores)[kChunk]) const {
+    const Stored* const* keys = &blocks.keys[span.block];
+    const Stored* const* next = keys + kBlocksAhead;
+    const Stored* rotated[kBlocks];
+    thread_local std::vector<Stored> copies[kBlocks];
+    if (options_.key_rotation) {
+      for (int b = span.begin; b < span.end; ++b)
+        rotated[b] = rotate_keys(keys[b], span.chunk + b * kLanes, copies[b]);
+      keys = rotated;
     }
-    for (int i = 0; i < rows; ++i) std::fill(scores[i] + begin * kLanes, scores[i] + end * kLanes, 0.0f);
-    const Rhs<T> rhs = {keys + begin, next + begin, 1, end - begin, kLanes * T::kPack, key_steps};
-    dot_rows<T>(rows, queries, key_steps, rhs, scores[0] + begin * kLanes, kChunk);
+    const Rhs<T> rhs = {keys + span.begin, next + span.begin, span.end - span.begin, 1, 0, kLanes * T::kPack, key_steps};
+    dot_rows<T, false>(rows, queries, key_steps, rhs, scores[0] + span.begin * kLanes, kChunk);
   }
 
-  void scale_scores(int rows, const Tile& tile, const int32_t* pages, long chunk, int begin, int end,
-                    float (*scores)[kChunk]) const {
+  void scale_scores(int rows, const Blocks& blocks, const Span& span, float (*scores)[kChunk]) const {
     const float room = options_.key_rotation ? kRotatedRoom<T> : 1.0f;
-    for (int b = begin; b < end; ++b) {
-      const Floats scale = room * load_scale(memory_.k_scale, tile, pages, chunk + b * kLanes);
+    for (int b = span.begin; b < span.end; ++b) {
+      const Floats scale = room * load(blocks.key_scales[span.block + b]);
       for (int i = 0; i < rows; ++i) store(scores[i] + b * kLanes, load(scores[i] + b * kLanes) * scale);
     }
   }
 
-  void scale_weights(int rows, const Tile& tile, const int32_t* pages, long chunk, int begin, int end,
-                     float (*weights)[kChunk]) const {
-    for (int b = begin; b < end; ++b) {
-      const Floats scale = load_scale(memory_.v_scale, tile, pages, chunk + b * kLanes);
+  void scale_weights(int rows, const Blocks& blocks, const Span& span, float (*weights)[kChunk]) const {
+    for (int b = span.begin; b < span.end; ++b) {
+      const Floats scale = load(blocks.value_scales[span.block + b]);
       for (int i = 0; i < rows; ++i) {
         const Floats p = load(weights[i] + b * kLanes);  // 0 where no key is, and then the scale may be anything
         store(weights[i] + b * kLanes, p > 0 ? p * scale : Floats{});
@@ -246,13 +274,10 @@ class Attention {
     }
   }
 
-  Floats load_scale(float* scales, const Tile& tile, const int32_t* pages, long position) const {
-    return load(memory_.scale(scales, page_of(pages, position), tile.kv_head, position % memory_.block_size));
-  }
-
   // One step of the online softmax: scores become weights; what earlier sums must be multiplied by goes to `rescale`.
-  void softmax_step(int rows, int begin, int end, long chunk, const long* first, const long* last,
-                    float (*scores)[kChunk], float* best, Floats* total, float* rescale) const {
+  void softmax_step(int rows, const Span& span, const long* first, const long* last, float (*scores)[kChunk],
+                    float* best, Floats* total, float* rescale) const {
+    const int begin = span.begin, end = span.end;
     alignas(64) float change[kLanes] = {};
     for (int i = 0; i < rows; ++i) {
       if (options_.softcap > 0)
@@ -260,8 +285,8 @@ class Attention {
           float* s = scores[i] + b * kLanes;
           store(s, options_.softcap * tanh(load(s) / options_.softcap));
         }
-      if (first[i] > chunk + begin * kLanes || last[i] < chunk + end * kLanes - 1)
-        mask(scores[i], begin, end, first[i] - chunk, last[i] - chunk);
+      if (first[i] > span.chunk + begin * kLanes || last[i] < span.chunk + end * kLanes - 1)
+        mask(scores[i], begin, end, first[i] - span.chunk, last[i] - span.chunk);
       Floats peak = load(scores[i] + begin * kLanes);
       for (int b = begin + 1; b < end; ++b) peak = max(peak, load(scores[i] + b * kLanes));
       const float new_best = std::max(best[i], max(peak));
@@ -294,43 +319,29 @@ class Attention {
 
   // sums[i] += sum over keys of weights[i][key] * v_key, 16 dims a group. Whole blocks at once, as long as all of their
   // keys are there: values behind the last key may be NaN, and 0 * NaN is NaN (`write_kv` clears a pair's other half).
-  void add_values(int rows, const Tile& tile, const int32_t* pages, const Lhs* weights, long chunk, int begin, int end,
-                  long stop_key, float* sums, long groups) const {
-    const int full = std::min<int>(end, static_cast<int>((stop_key - chunk) / kLanes));
-    if (begin < full)
-      add_blocks(rows, tile, pages, weights, chunk, begin, full, kLanes / T::kPack, sums, groups);
-    if (full < end)
-      add_blocks(rows, tile, pages, weights, chunk, full, end,
-                 (stop_key - chunk - full * kLanes + T::kPack - 1) / T::kPack, sums, groups);
+  void add_values(int rows, const Blocks& blocks, const Span& span, const Lhs* weights, long stop_key, float* sums,
+                  long groups) const {
+    const int full = std::min<int>(span.end, static_cast<int>((stop_key - span.chunk) / kLanes));
+    if (span.begin < full) add_blocks(rows, blocks, span.block, weights, span.begin, full, kLanes / T::kPack, sums, groups);
+    if (full < span.end)
+      add_blocks(rows, blocks, span.block, weights, full, span.end,
+                 (stop_key - span.chunk - full * kLanes + T::kPack - 1) / T::kPack, sums, groups);
   }
 
-  void add_blocks(int rows, const Tile& tile, const int32_t* pages, const Lhs* weights, long chunk, int begin, int end,
-                  long steps, float* sums, long groups) const {
-    const int whole = static_cast<int>(memory_.value_dim / kLanes), blocks = end - begin;
-    const Stored *values[kChunk / kLanes], *later_values[kChunk / kLanes];
-    const Stored *w[kChunk / kLanes * kGroupsAtOnce], *next[kChunk / kLanes * kGroupsAtOnce];
-    for (int b = 0; b < blocks; ++b) {
-      const long position = chunk + (begin + b) * kLanes;
-      const long later = next_position(position, tile);
-      values[b] = memory_.values<Stored>(page_of(pages, position), tile.kv_head, position % memory_.block_size);
-      later_values[b] = memory_.values<Stored>(page_of(pages, later), tile.kv_head, later % memory_.block_size);
-    }
+  void add_blocks(int rows, const Blocks& blocks, long block, const Lhs* weights, int begin, int end, long steps,
+                  float* sums, long groups) const {
+    const int whole = static_cast<int>(memory_.value_dim / kLanes), segments = end - begin;
+    const Stored* const* values = &blocks.values[block + begin];
     const Lhs* p = weights + begin * kLanes / T::kPack;
-    for (int first = 0; first < whole; first += kGroupsAtOnce) {
-      const int count = std::min(kGroupsAtOnce, whole - first);
-      for (int b = 0; b < blocks; ++b)
-        for (int g = 0; g < count; ++g) {
-          w[b * count + g] = values[b] + (first + g) * kLanes * T::kPack;
-          next[b * count + g] = later_values[b] + (first + g) * kLanes * T::kPack;
-        }
-      const Rhs<T> rhs = {w, next, blocks, count, memory_.value_dim * T::kPack, steps};
-      dot_rows<T>(rows, p, kChunk / T::kPack, rhs, sums + first * kLanes, groups * kLanes);
-    }
+    const Rhs<T> rhs = {values, values + kBlocksAhead, whole, segments, kLanes * T::kPack, memory_.value_dim * T::kPack,
+                        steps};
+    dot_rows<T, true>(rows, p, kChunk / T::kPack, rhs, sums, groups * kLanes);
     if (whole < groups) {  // the last dims of a head size that is no multiple of 16
-      Stored padded[kChunk / kLanes][kLanes / T::kPack][kLanes * T::kPack];
-      for (int b = 0; b < blocks; ++b) w[b] = pad_values(values[b], whole, steps, padded[b]);
-      const Rhs<T> rhs = {w, w, blocks, 1, kLanes * T::kPack, steps};
-      dot_rows<T>(rows, p, kChunk / T::kPack, rhs, sums + whole * kLanes, groups * kLanes);
+      Stored padded[kBlocks][kLanes / T::kPack][kLanes * T::kPack];
+      const Stored* w[kBlocks];
+      for (int b = 0; b < segments; ++b) w[b] = pad_values(values[b], whole, steps, padded[b]);
+      const Rhs<T> rest = {w, w, 1, segments, kLanes * T::kPack, kLanes * T::kPack, steps};
+      dot_rows<T, true>(rows, p, kChunk / T::kPack, rest, sums + whole * kLanes, groups * kLanes);
     }
   }
 

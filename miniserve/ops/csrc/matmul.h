@@ -168,8 +168,8 @@ class Matmul {
     }
     alignas(64) Sum sums[kMaxRows][2 * kPanel];
     for (int r = 0; r < rows; ++r) std::fill_n(sums[r], 2 * kPanel, starts_[slot + r]);
-    const Rhs<T> rhs = {w, next, 1, groups, kPanel * T::kPack, steps_};
-    dot_rows<T>(rows, lhs_.data() + slot * lhs_stride_, lhs_stride_, rhs, sums[0], 2 * kPanel);
+    const Rhs<T> rhs = {w, next, groups, 1, 0, kPanel * T::kPack, steps_};
+    dot_rows<T, true>(rows, lhs_.data() + slot * lhs_stride_, lhs_stride_, rhs, sums[0], 2 * kPanel);
     for (int r = 0; r < rows; ++r)
       for (long p = panel; p < stop; ++p)
         epilogue_.store(first_row + slot + r, p, sums[r] + (p - panel) * kPanel, scales_[slot + r]);

@@ -208,7 +208,7 @@ struct Int8 : WideInt8 {
 // ---------------------------------------------------------------------------------------------------------------
 // The one micro-kernel: rows of activations against groups of 16 outputs.
 //
-//     out[r][g] += sum over steps of  w[g][step] . a[r][step]        out: (rows, out_stride), 16 floats a group
+//     out[r][g] (+)= sum over steps of  w[g][step] . a[r][step]        out: (rows, out_stride), 16 floats a group
 //
 // Matrix products, q.k and p.v are all this. A tile of R rows and G groups keeps its sums in registers: with AVX-512's
 // 32 registers 12 x 2 or 6 x 4 of them, with AVX2's 16 half registers 6 x 1 or 3 x 2.
@@ -221,26 +221,37 @@ constexpr int kMaxRows = 6;
 constexpr int groups_for(int rows) { return rows <= 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 
-// The steps may lie in several segments (blocks of a KV cache): `w` points to each segment's groups in turn.
+// Where the stored side lies: either each group somewhere (weight panels, keys), or the groups side by side and the
+// steps in several segments (values, in blocks of a KV cache).
 template <class T>
 struct Rhs {
-  const typename T::Stored* const* w;  // (segments, groups)
+  const typename T::Stored* const* w;  // of each group, or of each segment
   const typename T::Stored* const* next;  // what will be read afterwards: fetched while this is computed
-  int segments, groups;
+  int groups, segments;
+  long group_size;  // from one group of a segment to the next; 0: each group has its own pointer
   long step_size, steps;  // of a segment
+
+  const typename T::Stored* at(const typename T::Stored* const* from, int segment, int group) const {
+    return group_size ? from[segment] + group * group_size : from[group];
+  }
 };
 
-template <class T, int R, int G>
+// Sums go on from what `out` holds, or are new.
+template <class T, int R, int G, bool kAdd>
 void dot_tile(const typename T::Lhs* a, long a_stride, const Rhs<T>& rhs, int first_group, typename T::Sum* out,
               long out_stride) {
   decltype(load(out)) acc[R][G];
   for (int r = 0; r < R; ++r)
-    for (int g = 0; g < G; ++g) acc[r][g] = load(out + r * out_stride + g * kLanes);
+    for (int g = 0; g < G; ++g)
+      if constexpr (kAdd)
+        acc[r][g] = load(out + r * out_stride + g * kLanes);
+      else
+        acc[r][g] = decltype(load(out)){};
   for (int segment = 0; segment < rhs.segments; ++segment, a += rhs.steps) {
     const typename T::Stored *w[G], *next[G];
     for (int g = 0; g < G; ++g) {
-      w[g] = rhs.w[segment * rhs.groups + first_group + g];
-      next[g] = rhs.next[segment * rhs.groups + first_group + g];
+      w[g] = rhs.at(rhs.w, segment, first_group + g);
+      next[g] = rhs.at(rhs.next, segment, first_group + g);
     }
     for (long step = 0; step < rhs.steps; ++step) {
       typename T::Loaded loaded[G];
@@ -262,16 +273,16 @@ void dot_tile(const typename T::Lhs* a, long a_stride, const Rhs<T>& rhs, int fi
 }
 
 // Any number of groups, up to kMaxRows rows.
-template <class T, int R = kMaxRows>
+template <class T, bool kAdd, int R = kMaxRows>
 void dot_rows(int rows, const typename T::Lhs* a, long a_stride, const Rhs<T>& rhs, typename T::Sum* out,
               long out_stride) {
   if constexpr (R > 1) {
-    if (rows < R) return dot_rows<T, R - 1>(rows, a, a_stride, rhs, out, out_stride);
+    if (rows < R) return dot_rows<T, kAdd, R - 1>(rows, a, a_stride, rhs, out, out_stride);
   }
   constexpr int G = groups_for(R);
   int g = 0;
-  for (; g + G <= rhs.groups; g += G) dot_tile<T, R, G>(a, a_stride, rhs, g, out + g * kLanes, out_stride);
-  for (; g < rhs.groups; ++g) dot_tile<T, R, 1>(a, a_stride, rhs, g, out + g * kLanes, out_stride);
+  for (; g + G <= rhs.groups; g += G) dot_tile<T, R, G, kAdd>(a, a_stride, rhs, g, out + g * kLanes, out_stride);
+  for (; g < rhs.groups; ++g) dot_tile<T, R, 1, kAdd>(a, a_stride, rhs, g, out + g * kLanes, out_stride);
 }
 
 }  // namespace miniserve
