@@ -46,6 +46,7 @@ REFUSED: dict[str, list[Any]] = {
     "tokenizer": [5, b"x", ["a"]],
     "dtype": ["float64", "fp32", "int8", "", None, torch.float32, 32],
     "quantization": ["int4", "", 8, True],
+    "kv_cache_dtype": ["fp8", "", None, 8, "bfloat16"],
     "enforce_eager": [None, 1, "yes"],
     "device": ["banana", "", 5, None],
     "kv_sharing": [5, 2.5, True, {"a": 1}],
@@ -67,6 +68,7 @@ ALLOWED: dict[str, list[Any]] = {
     "tokenizer": [None, "folder"],
     "dtype": ["auto", "float32", "bfloat16", "float16"],
     "quantization": [None, "int8"],
+    "kv_cache_dtype": ["auto", "int8"],
     "enforce_eager": [True, False],
     "device": ["auto", "cpu", "cuda"],
     "kv_sharing": [None, "none", "cla:2", "0_0_2_2", [0, 0, 2, 2], (0, 1)],
@@ -298,7 +300,7 @@ def test_kv_sharing_replaces_the_models_own_map(unshared: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kv_sharing", ["", "0_0", "1_1_1_1", "cla:0", "cla:x", "0_a_0_0", [0], [1, 1, 1, 1], ["a"] * 4]
+    "kv_sharing", ["", "0_0", "1_0_2_3", "cla:0", "cla:x", "0_a_0_0", [0], [1, 2, 0, 3], ["a"] * 4]
 )
 def test_a_map_without_meaning_is_a_config_error(unshared: Path, kv_sharing: Any) -> None:
     with pytest.raises(ConfigError):

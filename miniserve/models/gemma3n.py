@@ -1,7 +1,7 @@
 """Gemma 3n (text): shared K/V in the upper layers, four parallel streams (AltUp), a low-rank residual (LAuReL).
 
     streams (T, 4, H) ── predict ──► active one ──norm──┬── attention ──norm──+── / √2 ── MLP ──► correct all four,
-                                                        └── LAuReL ───────────┘                   tell the passive ones
+                                                        └── LAuReL ───────────┘                   tell all but the first
 
 AltUp: Baykal and others 2023 (2301.13310); LAuReL: 2411.07501. The MLP of the first layers is sparse: only the largest
 of a gate's outputs stay, as many as a normal distribution with their mean and deviation puts above a quantile.
@@ -33,6 +33,7 @@ from miniserve.models.gemma import (
     PerLayerEmbedding,
     PerLayerGate,
     gemma_fields,
+    layer_kinds,
     rotaries_by_kind,
     run_gemma_layers,
     softcapped,
@@ -57,8 +58,7 @@ def parse(fields: Fields) -> Gemma3nConfig:
     """Read Gemma 3n's config.json, with the text fields at the top or under `text_config`."""
     fields = text_fields(fields)
     _, kv_heads, head_dim = fields.heads()
-    geometry = dict.fromkeys(("sliding_attention", "full_attention"), KVGeometry(kv_heads, head_dim))
-    common = gemma_fields(fields, geometry)
+    common = gemma_fields(fields, [KVGeometry(kv_heads, head_dim)] * len(layer_kinds(fields)))
     num_layers = common["sharing"].num_layers
     num_streams, active = fields.size("altup_num_inputs", 4), fields.count("altup_active_idx", 0)
     if active >= num_streams:
@@ -198,9 +198,9 @@ class Layer:
         if told is None:
             raise RuntimeError("this family's layers are told each token")
         news = self.gate(self.altup.told_by(streams), told)  # (T, H)
-        passive = torch.ones(self.config.num_streams, 1, dtype=news.dtype, device=news.device)
-        passive[self.config.active_stream] = 0
-        return streams + passive * news[:, None]
+        hears = torch.ones(self.config.num_streams, 1, dtype=news.dtype, device=news.device)
+        hears[0] = 0  # all streams but the first, whichever is the active one
+        return streams + hears * news[:, None]
 
 
 class Model:

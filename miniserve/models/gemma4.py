@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
-from miniserve.errors import ConfigError
+from miniserve.errors import ConfigError, UnsupportedModel
 from miniserve.kvcache.layout import KVGeometry
 from miniserve.kvcache.pool import KVPool
 from miniserve.models.checkpoint import Checkpoint
@@ -30,6 +30,7 @@ from miniserve.models.gemma import (
     PerLayerEmbedding,
     PerLayerGate,
     gemma_fields,
+    layer_kinds,
     rotaries_by_kind,
     run_gemma_layers,
     softcapped,
@@ -37,6 +38,8 @@ from miniserve.models.gemma import (
 )
 from miniserve.models.layers import Experts, GatedMlp, ignore_reader_kv, linear, output_head, rms_norm
 from miniserve.ops import Norm, Ops, Rotation
+
+_GLOBAL_HEAD_DIM = 512  # of full layers, where config.json does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +54,8 @@ class Gemma4Config(GemmaConfig):
 def parse(fields: Fields) -> Gemma4Config:
     """Read Gemma 4's config.json, with the text fields at the top or under `text_config`."""
     fields = text_fields(fields)
-    num_heads, kv_heads, head_dim = fields.heads()
     keys_are_values = fields.flag("attention_k_eq_v")
-    full_heads = fields.size("num_global_key_value_heads", kv_heads) if keys_are_values else kv_heads
-    if num_heads % full_heads:
-        raise ConfigError(
-            f"config.json: num_attention_heads={num_heads} is no multiple of num_global_key_value_heads={full_heads}"
-        )
-    geometry = {
-        "sliding_attention": KVGeometry(kv_heads, head_dim),
-        "full_attention": KVGeometry(full_heads, fields.size("global_head_dim", head_dim)),
-    }
+    geometry = [_geometry(fields, layer, kind, keys_are_values) for layer, kind in enumerate(layer_kinds(fields))]
     common = gemma_fields(fields, geometry)
     sharing, inner = common["sharing"], fields.size("intermediate_size")
     wide = 2 if fields.flag("use_double_wide_mlp") else 1
@@ -79,6 +73,29 @@ def parse(fields: Fields) -> Gemma4Config:
             f"config.json: top_k_experts={config.experts_per_token} exceeds num_experts={config.num_experts}"
         )
     return config
+
+
+def _geometry(fields: Fields, layer: int, kind: str, keys_are_values: bool) -> KVGeometry:
+    """A layer's K/V: full layers differ by fields of their own, or, in newer files, in `per_layer_config`."""
+    num_heads, kv_heads, head_dim = fields.heads()
+    own = fields.get("per_layer_config")
+    if own is None and kind == "full_attention":
+        head_dim = fields.size("global_head_dim", _GLOBAL_HEAD_DIM)
+        kv_heads = fields.size("num_global_key_value_heads", kv_heads) if keys_are_values else kv_heads
+    elif own is not None:
+        changes = own.get(str(layer), {}) if isinstance(own, dict) else None
+        if not isinstance(changes, dict):
+            raise ConfigError("config.json: per_layer_config must map layers to the fields that they change")
+        unknown = changes.keys() - {"head_dim", "num_key_value_heads"}
+        if unknown:
+            raise UnsupportedModel(
+                f"config.json: per_layer_config[{layer}] changes {min(unknown)}, which is not supported"
+            )
+        kv_heads = Fields(changes).size("num_key_value_heads", kv_heads)
+        head_dim = Fields(changes).size("head_dim", head_dim)
+    if num_heads % kv_heads:
+        raise ConfigError(f"config.json: layer {layer} has {kv_heads} KV heads for {num_heads} query heads")
+    return KVGeometry(kv_heads, head_dim)
 
 
 class RoutedExperts:

@@ -99,10 +99,12 @@ class ReferenceOps(Ops):
             queries = q[offsets[s] : offsets[s + 1]]  # (n, Hq, Dk)
             first_query = seqlen_k - queries.shape[0]  # its position
             first_key = 0 if window is None else max(0, first_query - window + 1)
-            k, v = (x.to(q.dtype) for x in _gather(memory, tables[s], first_key, seqlen_k))  # (m, Hkv, D) each
+            stop = seqlen_k if diagonal else max(first_key, seqlen_k - 1)
+            k, v = (x.to(q.dtype) for x in _gather(memory, tables[s], first_key, stop))  # (m, Hkv, D) each
+            keys = torch.arange(first_key, stop, device=q.device)  # (m,) positions
             if key_rotary is not None:
-                k = self.rotate(k, key_rotary(torch.arange(first_key, seqlen_k, device=q.device)))
-            mask = _visible(first_query, first_key, seqlen_k, window, diagonal, q.device)  # (n, m)
+                k = self.rotate(k, key_rotary(keys))
+            mask = _visible(torch.arange(first_query, seqlen_k, device=q.device)[:, None], keys, window, diagonal)
             outputs.append(_attend_one(queries, k, v, mask, scale, softcap))
         return torch.cat(outputs)
 
@@ -138,10 +140,8 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8), scale
 
 
-def _visible(query: int, key: int, stop: int, window: int | None, diagonal: bool, device: torch.device) -> Tensor:
-    """(n, m) bool: which key of positions `key` to `stop` each query of positions `query` to `stop` sees."""
-    queries = torch.arange(query, stop, device=device)[:, None]
-    keys = torch.arange(key, stop, device=device)[None, :]
+def _visible(queries: Tensor, keys: Tensor, window: int | None, diagonal: bool) -> Tensor:
+    """(n, m) bool: which key each query sees, from their positions (n, 1) and (m,)."""
     visible = keys <= queries if diagonal else keys < queries
     return visible if window is None else visible & (keys > queries - window)
 
