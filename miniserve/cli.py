@@ -54,6 +54,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         model_name=name,
+        api_key=arguments.api_key,
         shutdown_timeout=arguments.shutdown_timeout,
     )
 
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(serve, "host", "127.0.0.1", str, "address to listen on")
     _add(serve, "port", 8000, _port, "port to listen on")
     _add(serve, "served_model_name", None, str, "name of the model in the API; default: the folder's name")
+    _add(serve, "api_key", None, _api_key, "key that clients must send as a bearer token; @FILE reads it from a file")
     _add(serve, "shutdown_timeout", 30.0, _seconds, "seconds that requests get to end after SIGTERM")
 
     generate = commands.add_parser("generate", help="complete prompts and print the text")
@@ -186,6 +188,16 @@ def _log_level(text: str) -> str:
     if text.lower() not in ("debug", "info", "warning", "error"):
         raise argparse.ArgumentTypeError(f"{text!r} is none of debug, info, warning and error")
     return text.upper()
+
+
+def _api_key(text: str) -> str:
+    try:
+        key = Path(text[1:]).read_text(encoding="utf-8").strip() if text.startswith("@") else text
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text[1:]!r} cannot be read: {error.__class__.__name__}") from None
+    if not key or not key.isascii() or not key.isprintable():
+        raise argparse.ArgumentTypeError("the key must be printable ASCII, and not empty")
+    return key
 
 
 def _port(text: str) -> int:

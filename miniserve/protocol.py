@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,11 +16,14 @@ from miniserve.errors import RequestError
 from miniserve.output import CompletionOutput, PositionLogprobs, RequestOutput
 from miniserve.request import SamplingParams
 
+Body = TypeVar("Body", bound=BaseModel)
+
 MAX_PROMPTS = 1024
+MAX_TOKENIZED = 2**20  # characters or tokens
 LOWEST_LOGPROB = -9999.0
 """JSON has no -inf: log probabilities below this are given as this."""
 
-_UNSUPPORTED = ("suffix", "response_format", "tools", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_UNSUPPORTED = ("suffix", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
 class StreamOptions(BaseModel):
@@ -31,12 +34,12 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class CompletionRequest(BaseModel):
-    """Body of POST /v1/completions. Fields that miniserve does not know are tolerated."""
+class SamplingFields(BaseModel):
+    """What both endpoints take alike. Fields that miniserve does not know are tolerated."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    not_here: ClassVar[tuple[str, ...]] = ()  # what only the other endpoint takes
 
-    prompt: Any = Field(description="text, token ids, or a list of these")
     model: str | None = None
     max_tokens: int | None = None
     n: int | None = None
@@ -52,14 +55,44 @@ class CompletionRequest(BaseModel):
     stop_token_ids: list[Any] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logit_bias: dict[str, Any] | None = None
     cache_salt: str | None = None
-    echo: bool | None = None
-    best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are `SamplingParams`' too, as far as they are given; null means the default.
+
+        Raises:
+            RequestError: a field that miniserve does not support, or one that contradicts another.
+        """
+        extra = self.model_extra or {}
+        for name in (*_UNSUPPORTED, *self.not_here):
+            if extra.get(name) is not None:
+                raise RequestError(f"{name} is not supported", name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", "stream_options")
+        given = {name: getattr(self, name) for name in _PARAMS if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        return given
+
+
+class CompletionRequest(SamplingFields):
+    """Body of POST /v1/completions."""
+
+    not_here: ClassVar[tuple[str, ...]] = ("response_format", "tools", "messages", "top_logprobs")
+
+    prompt: Any = Field(description="text, token ids, or a list of these")
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
     def prompts(self) -> list[Any]:
         """The prompts, one by one; a list of numbers is one prompt.
@@ -75,15 +108,19 @@ class CompletionRequest(BaseModel):
         return [value]
 
     def sampling_params(self) -> SamplingParams:
-        """What the engine gets; null means the default.
+        """What the engine gets.
 
         Raises:
             RequestError: a field that miniserve does not support, or one that contradicts another.
         """
-        self._refuse_unsupported()
-        given = {name: getattr(self, name) for name in _PARAMS if getattr(self, name) is not None}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        given = self.given()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of is not supported; leave it out or set it to n", "best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs cannot be streamed; use stream=false", "prompt_logprobs")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
+            raise RequestError("prompt_logprobs must equal logprobs if the prompt is echoed", "prompt_logprobs")
+        given |= {n: v for n in ("logprobs", "prompt_logprobs") if (v := getattr(self, n)) is not None}
         if self.echo and self.logprobs is not None:
             given["prompt_logprobs"] = self.logprobs
         if self.echo and self.max_tokens == 0:
@@ -91,34 +128,40 @@ class CompletionRequest(BaseModel):
         return SamplingParams(**given)
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def is_prompt_alone(self) -> bool:
+        """Whether the prompt is asked back and nothing else."""
+        return bool(self.echo and self.max_tokens == 0)
 
-    def _refuse_unsupported(self) -> None:
-        extra = self.model_extra or {}
-        for name in _UNSUPPORTED:
-            if extra.get(name) is not None:
-                raise RequestError(f"{name} is not supported", name)
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of is not supported; leave it out or set it to n", "best_of")
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is only allowed with stream=true", "stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs cannot be streamed; use stream=false", "prompt_logprobs")
-        if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
-            raise RequestError("prompt_logprobs must equal logprobs if the prompt is echoed", "prompt_logprobs")
+
+class TokenizeRequest(BaseModel):
+    """Body of POST /tokenize, in vLLM's shape: a prompt, or messages."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = Field(None, max_length=MAX_TOKENIZED)
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[int] = Field(max_length=MAX_TOKENIZED)
 
 
 _PARAMS = tuple(
-    name
-    for name in SamplingParams.__dataclass_fields__
-    if name in CompletionRequest.model_fields and name != "logit_bias"
+    name for name in SamplingParams.__dataclass_fields__ if name in SamplingFields.model_fields and name != "logit_bias"
 )
 
 
-def parse_completion(body: Any) -> CompletionRequest:
-    """A decoded JSON body as a `CompletionRequest`.
+def parse(kind: type[Body], body: Any) -> Body:
+    """A decoded JSON body as a request of this kind.
 
     Raises:
         RequestError: names the first field at fault; never repeats the body.
@@ -126,7 +169,7 @@ def parse_completion(body: Any) -> CompletionRequest:
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     try:
-        return CompletionRequest.model_validate(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = ".".join(str(part) for part in first["loc"][:3])
@@ -152,7 +195,7 @@ class ChoiceWriter:
         self._body = body
         self._index = index
         self._texts = texts
-        self._keep = not (body.echo and body.max_tokens == 0)  # whether generated tokens are part of the answer
+        self._keep = not body.is_prompt_alone  # whether generated tokens are part of the answer
         self._num_chars = 0  # of the sample's text given out
         self._num_tokens = 0  # of the sample's tokens given out
         self._echoed = not body.echo
@@ -198,7 +241,7 @@ class ChoiceWriter:
             text = self._texts.of_token(token)
             result["tokens"].append(text)
             result["text_offset"].append(self._offset)
-            result["token_logprobs"].append(None if entry is None else _finite(entry[token].logprob))
+            result["token_logprobs"].append(None if entry is None else finite(entry[token].logprob))
             result["top_logprobs"].append(None if entry is None else self._top(entry))
             self._offset += len(text)
         return result
@@ -208,7 +251,7 @@ class ChoiceWriter:
         top: dict[str, float] = {}
         for token, value in entry.items():
             text = self._texts.of_token(token)
-            top[f"token_id:{token}" if text in top else text] = _finite(value.logprob)
+            top[f"token_id:{token}" if text in top else text] = finite(value.logprob)
         return top
 
 
@@ -224,14 +267,14 @@ def completion(
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = [_prompt_entry(entry) for entry in answer.prompt_logprobs or []]
             choices.append(choice)
-    return {**head, "choices": choices, "usage": usage(body, answers)}
+    return {**head, "choices": choices, "usage": usage(answers, prompt_alone=body.is_prompt_alone)}
 
 
-def usage(body: CompletionRequest, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(answers: Sequence[RequestOutput], *, prompt_alone: bool = False) -> dict[str, Any]:
     """Token counts over all prompts and samples."""
     prompt_tokens = sum(len(answer.prompt_token_ids) for answer in answers)
     output_tokens = sum(len(sample.token_ids) for answer in answers for sample in answer.outputs)
-    completion_tokens = 0 if body.echo and body.max_tokens == 0 else output_tokens
+    completion_tokens = 0 if prompt_alone else output_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -250,12 +293,13 @@ def _prompt_entry(entry: PositionLogprobs | None) -> dict[str, Any] | None:
     if entry is None:
         return None
     return {
-        str(token): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
+        str(token): {"logprob": finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
         for token, p in entry.items()
     }
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
+    """As JSON can hold it."""
     return max(LOWEST_LOGPROB, value)  # in this order, so that NaN is replaced too
 
 

@@ -1,6 +1,7 @@
 """The HTTP endpoint: OpenAI's completions on FastAPI. Home of fastapi, starlette, uvicorn and sse-starlette.
 
     body ─► protocol.parse ─► SamplingParams ─► AsyncEngine.submit ─► Stream ─► protocol.* ─► JSON or SSE
+    (chat: ─► the model's template ─► token ids)
 
 Handlers translate and nothing more: what a value means is decided by `SamplingParams.validate`, what fits by
 the engine. All errors have OpenAI's shape; a client that goes away aborts its requests.
@@ -9,13 +10,15 @@ the engine. All errors have OpenAI's shape; a client that goes away aborts its r
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any, TypeVar
 
@@ -25,13 +28,26 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from miniserve import __version__
 from miniserve.async_engine import AsyncEngine, Stream
+from miniserve.chat_protocol import ChatRequest, ChatWriter, chat_completion
+from miniserve.checks import check_token_id
 from miniserve.engine import Engine
 from miniserve.errors import EngineError, QueueFull, RequestError
 from miniserve.output import RequestOutput
-from miniserve.protocol import ChoiceWriter, CompletionRequest, Texts, completion, error_body, parse_completion, usage
+from miniserve.protocol import (
+    ChoiceWriter,
+    CompletionRequest,
+    DetokenizeRequest,
+    Texts,
+    TokenizeRequest,
+    completion,
+    error_body,
+    parse,
+    usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +61,11 @@ LAST_WORDS_SECONDS = 2
 T = TypeVar("T")
 
 
-def create_app(async_engine: AsyncEngine, model_name: str) -> FastAPI:
-    """The application around an engine: any ASGI server can run it."""
+def create_app(async_engine: AsyncEngine, model_name: str, api_key: str | None = None) -> FastAPI:
+    """The application around an engine: any ASGI server can run it. With a key, all but health checks need it."""
     app = FastAPI(title="miniserve", docs_url=None, redoc_url=None)
+    if api_key is not None:
+        app.add_middleware(_KeyGuard, key=api_key)
     texts = _texts(async_engine.engine)
     created = int(time.time())
 
@@ -56,44 +74,94 @@ def create_app(async_engine: AsyncEngine, model_name: str) -> FastAPI:
         """200 while requests are served, else 503."""
         return Response(status_code=200 if async_engine.alive else 503)
 
+    @app.get("/live")
+    async def live() -> Response:
+        """200 as long as the process answers."""
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of this package."""
+        return {"version": __version__}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model there is."""
-        max_model_len = async_engine.engine.max_model_len
-        card = {"id": model_name, "object": "model", "created": created, "owned_by": "miniserve"}
-        return {"object": "list", "data": [{**card, "root": model_name, "max_model_len": max_model_len}]}
+        return {"object": "list", "data": [_card(async_engine.engine, model_name, created)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """The same by its name."""
+        return _unknown_model(name, model_name) or JSONResponse(_card(async_engine.engine, model_name, created))
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Complete one or many prompts, whole or as a stream of server-sent events."""
-        body = parse_completion(await _read_json(request))
-        if body.model is not None and body.model != model_name:
-            message = f"the model {body.model[:100]!r} does not exist; this server has {model_name!r}"
-            return _error(404, message, "invalid_request_error", "model_not_found", "model")
-        head = _head(model_name)
-        streams = await _until_disconnect(request, _submit(async_engine, body))
-        if streams is None:
-            return Response(status_code=499)
-        if body.stream:
-            events = _events(streams, body, head, texts)
-            return _EventStream(events, streams)
-        answers = await _until_disconnect(request, _last_outputs(streams))
-        if answers is None:
-            return Response(status_code=499)
-        return JSONResponse(completion(body, answers, head, texts))
+        body = parse(CompletionRequest, await _read_json(request))
+        head = _head("cmpl", "text_completion", model_name)
+        form = _Form(
+            chunk_head=head,
+            writer=lambda index: ChoiceWriter(body, index, texts),
+            whole=lambda answers: completion(body, answers, head, texts),
+            usage=lambda answers: usage(answers, prompt_alone=body.is_prompt_alone),
+        )
+        return _unknown_model(body.model, model_name) or await _answer(request, async_engine, body, body.prompts, form)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of server-sent events."""
+        body = parse(ChatRequest, await _read_json(request))
+        head = _head("chatcmpl", "chat.completion", model_name)
+        form = _Form(
+            chunk_head=head | {"object": "chat.completion.chunk"},
+            writer=lambda index: ChatWriter(body, index, texts),
+            whole=lambda answers: chat_completion(body, answers, head, texts),
+            usage=usage,
+        )
+
+        def prompts() -> list[Any]:
+            tokenizer = async_engine.engine.intake.need_tokenizer()
+            ids = tokenizer.render_chat(body.conversation(), **body.template_options())
+            return [{"prompt_token_ids": ids}]
+
+        return _unknown_model(body.model, model_name) or await _answer(request, async_engine, body, prompts, form)
+
+    @app.post("/tokenize", openapi_extra=_body_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a prompt or of a conversation."""
+        body = parse(TokenizeRequest, await _read_json(request))
+        ids = await asyncio.to_thread(_tokenized, async_engine.engine, body)
+        answer = {"count": len(ids), "max_model_len": async_engine.engine.max_model_len, "tokens": ids}
+        strings = [texts.of_token(token) for token in ids] if body.return_token_strs else None
+        return _unknown_model(body.model, model_name) or JSONResponse(answer | {"token_strs": strings})
+
+    @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = parse(DetokenizeRequest, await _read_json(request))
+        for token in body.tokens:
+            check_token_id("tokens", token, async_engine.engine.model_config.vocab_size)
+        text = await asyncio.to_thread(async_engine.engine.intake.need_tokenizer().decode, body.tokens)
+        return _unknown_model(body.model, model_name) or JSONResponse({"prompt": text})
 
     _add_error_handlers(app)
     return app
 
 
 def serve(
-    engine: Engine, *, host: str = "127.0.0.1", port: int = 8000, model_name: str, shutdown_timeout: float = 30.0
+    engine: Engine,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    model_name: str,
+    api_key: str | None = None,
+    shutdown_timeout: float = 30.0,
 ) -> int:
     """Serve until SIGTERM or SIGINT; requests under way get `shutdown_timeout` seconds to end. Returns an exit code."""
     async_engine = AsyncEngine(engine, on_death=lambda: server.give_up())
     server = _Server(
         uvicorn.Config(
-            create_app(async_engine, model_name),
+            create_app(async_engine, model_name, api_key),
             host=host,
             port=port,
             log_level="warning",
@@ -114,6 +182,24 @@ def serve(
         signal.signal(signal.SIGTERM, previous)
         async_engine.close()
     return 0 if server.started and not server.gave_up else 1
+
+
+class _KeyGuard:
+    """Lets nobody in who does not bring the key, but for the two paths that load balancers ask."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in ("/health", "/live"):
+            return await self._app(scope, receive, send)
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if hmac.compare_digest(given, self._expected):
+            return await self._app(scope, receive, send)
+        refusal = _error(401, "the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
+        refusal.headers["WWW-Authenticate"] = "Bearer"
+        await refusal(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
@@ -142,12 +228,41 @@ class _Server(uvicorn.Server):
 # -------------------------------------------------------------------- requests
 
 
-async def _submit(async_engine: AsyncEngine, body: CompletionRequest) -> list[Stream]:
-    """Hand in all prompts of a body, or none."""
+@dataclass(frozen=True)
+class _Form:
+    """How an endpoint writes its answers."""
+
+    chunk_head: dict[str, Any]  # of each event of a stream
+    writer: Callable[[int], ChoiceWriter | ChatWriter]  # of the choice of this index
+    whole: Callable[[Sequence[RequestOutput]], dict[str, Any]]
+    usage: Callable[[Sequence[RequestOutput]], dict[str, Any]]
+
+
+async def _answer(
+    request: Request,
+    async_engine: AsyncEngine,
+    body: CompletionRequest | ChatRequest,
+    prompts: Callable[[], list[Any]],
+    form: _Form,
+) -> Response:
+    """Hand in all prompts of a body and answer in its form, or give up if the client goes away."""
+    streams = await _until_disconnect(request, _submit(async_engine, body, prompts))
+    if streams is None:
+        return Response(status_code=499)
+    if body.stream:
+        return _EventStream(_events(streams, body, form), streams)
+    answers = await _until_disconnect(request, _last_outputs(streams))
+    return Response(status_code=499) if answers is None else JSONResponse(form.whole(answers))
+
+
+async def _submit(
+    async_engine: AsyncEngine, body: CompletionRequest | ChatRequest, prompts: Callable[[], list[Any]]
+) -> list[Stream]:
+    """Hand in all prompts of a body, or none. Making them may take a while: a template is a program."""
     params = body.sampling_params()
     streams: list[Stream] = []
     try:
-        for prompt in body.prompts():
+        for prompt in await asyncio.to_thread(prompts):
             streams.append(await async_engine.submit(prompt, params, final_only=not body.stream))
     except BaseException:
         _close(streams)
@@ -164,13 +279,13 @@ async def _last_outputs(streams: Sequence[Stream]) -> list[RequestOutput]:
 
 
 async def _events(
-    streams: Sequence[Stream], body: CompletionRequest, head: dict[str, Any], texts: Texts
+    streams: Sequence[Stream], body: CompletionRequest | ChatRequest, form: _Form
 ) -> AsyncIterator[bytes]:
     """Server-sent events: chunks of all samples as they come, perhaps the usage, then [DONE]."""
     merged: asyncio.Queue[tuple[int, RequestOutput] | EngineError] = asyncio.Queue(maxsize=len(streams))
     readers = [asyncio.create_task(_forward(number, stream, merged)) for number, stream in enumerate(streams)]
     last: dict[int, RequestOutput] = {}
-    writers: dict[int, ChoiceWriter] = {}
+    writers: dict[int, ChoiceWriter | ChatWriter] = {}
     try:
         while len(last) < len(streams) or not all(answer.finished for answer in last.values()):
             item = await merged.get()
@@ -181,13 +296,14 @@ async def _events(
             last[number] = answer
             for sample in answer.outputs:
                 index = number * len(answer.outputs) + sample.index
-                writer = writers.setdefault(index, ChoiceWriter(body, index, texts))
-                choice = writer.write(answer, sample)
+                if index not in writers:
+                    writers[index] = form.writer(index)
+                choice = writers[index].write(answer, sample)
                 if choice is not None:
-                    yield _event({**head, "choices": [choice]})
+                    yield _event({**form.chunk_head, "choices": [choice]})
         else:
             if body.wants_usage:
-                yield _event({**head, "choices": [], "usage": usage(body, list(last.values()))})
+                yield _event({**form.chunk_head, "choices": [], "usage": form.usage(list(last.values()))})
         yield b"data: [DONE]\n\n"
     finally:
         for reader in readers:
@@ -262,6 +378,16 @@ async def _read_json(request: Request) -> Any:
         raise RequestError("the body is not valid JSON") from None
 
 
+def _tokenized(engine: Engine, body: TokenizeRequest) -> list[int]:
+    tokenizer = engine.intake.need_tokenizer()
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    chat = ChatRequest(messages=body.messages or [], add_generation_prompt=body.add_generation_prompt)
+    return tokenizer.render_chat(chat.conversation(), **chat.template_options())
+
+
 def _texts(engine: Engine) -> Texts:
     """The tokenizer's words; without one, prompts read `token_id:3token_id:7`."""
     if engine.tokenizer is not None:
@@ -269,20 +395,33 @@ def _texts(engine: Engine) -> Texts:
     return Texts("token_id:{}".format, lambda ids: "".join(map("token_id:{}".format, ids)))
 
 
-def _head(model_name: str) -> dict[str, Any]:
+def _head(prefix: str, kind: str, model_name: str) -> dict[str, Any]:
     return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
         "created": int(time.time()),
         "model": model_name,
     }
+
+
+def _card(engine: Engine, model_name: str, created: int) -> dict[str, Any]:
+    card = {"id": model_name, "object": "model", "created": created, "owned_by": "miniserve"}
+    return {**card, "root": model_name, "max_model_len": engine.max_model_len}
+
+
+def _unknown_model(asked: str | None, model_name: str) -> Response | None:
+    """404 if another model than the one there is was asked for."""
+    if asked is None or asked == model_name:
+        return None
+    message = f"the model {asked[:100]!r} does not exist; this server has {model_name!r}"
+    return _error(404, message, "invalid_request_error", "model_not_found", "model")
 
 
 def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n\n"
 
 
-def _body_schema(model: type[CompletionRequest]) -> dict[str, Any]:
+def _body_schema(model: type[Any]) -> dict[str, Any]:
     """For /openapi.json: the body is read by hand, so that its limits and errors are ours."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 

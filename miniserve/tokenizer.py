@@ -98,8 +98,14 @@ class Tokenizer:
         """Whether this is one of SentencePiece's byte tokens, <0x00> to <0xFF>."""
         return token_id < self._size and str(self._hf.convert_ids_to_tokens(token_id)).startswith("<0x")
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Messages through the model's own chat template; it writes all special tokens itself.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Messages, and tools if there are any, through the model's own chat template; it writes all special tokens.
 
         Raises:
             RequestError: there is no template, or it refuses the messages.
@@ -107,9 +113,8 @@ class Tokenizer:
         if not self._hf.chat_template:
             raise RequestError("this model has no chat template; use a completion instead", "messages")
         try:
-            text = self._hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+            text = self._hf.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # a template may raise anything
             raise RequestError(f"messages: the chat template refuses them: {error}", "messages") from error
         return self.encode(text, add_special_tokens=False)

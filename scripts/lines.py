@@ -18,7 +18,7 @@ ROOMS = {  # a file belongs to the first room that names it
     "scheduler": ("miniserve/scheduler/*.py",),
     "ops": ("miniserve/ops/*.py", "miniserve/ops/*.cpp"),
     "models": ("miniserve/models/*.py",),
-    "http": ("miniserve/server.py", "miniserve/protocol.py", "miniserve/metrics.py"),
+    "http": ("miniserve/server.py", "miniserve/*protocol.py", "miniserve/metrics.py"),
     "cli": ("miniserve/cli.py", "miniserve/__main__.py"),
     "engine": ("miniserve/**/*.py",),  # the rest of the package
     "tests": ("tests/**/*.py",),

@@ -303,17 +303,27 @@ def test_plan_reads_the_environment_too(plan, monkeypatch):
     assert (report["capacity_tokens"], report["max_model_len"]) == (2**20 // (2 * LAYER_BYTES), 32)
 
 
-def test_serve_hands_on_where_and_how(run, folder, monkeypatch):
+def test_serve_hands_on_where_and_how(run, folder, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(miniserve.server, "serve", lambda engine, **how: calls.append(how) or 3)
     monkeypatch.setenv("MINISERVE_SHUTDOWN_TIMEOUT", "2.5")
     flags = ("--kv-cache-memory", "1MiB", "--ops", "reference")
     assert run("serve", folder, *flags)[0] == 3
+    (tmp_path / "key").write_text("from a file\n")
+    monkeypatch.setenv("MINISERVE_API_KEY", f"@{tmp_path / 'key'}")
     assert run("serve", folder, *flags, "--host", "::1", "--port", "0", "--served-model-name", "it")[0] == 3
+    assert run("serve", folder, *flags, "--api-key", "secret")[0] == 3
     assert calls == [
-        {"host": "127.0.0.1", "port": 8000, "model_name": "lckv-cla2", "shutdown_timeout": 2.5},
-        {"host": "::1", "port": 0, "model_name": "it", "shutdown_timeout": 2.5},
+        {"host": "127.0.0.1", "port": 8000, "model_name": "lckv-cla2", "api_key": None, "shutdown_timeout": 2.5},
+        {"host": "::1", "port": 0, "model_name": "it", "api_key": "from a file", "shutdown_timeout": 2.5},
+        {"host": "127.0.0.1", "port": 8000, "model_name": "lckv-cla2", "api_key": "secret", "shutdown_timeout": 2.5},
     ]
+
+
+@pytest.mark.parametrize("key", ["", "@", "@/no/such/file", "\u00e9", "a\nb"])
+def test_keys_that_are_none(run, folder, key):
+    code, _, err = run("serve", folder, "--api-key", key)
+    assert code == 2 and "--api-key" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -35,6 +35,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny_tokenizers import byte_ids, write_byte_level
 
+import miniserve
 from miniserve import AsyncEngine, Engine, RequestOutput, server
 from miniserve.server import create_app
 
@@ -153,14 +154,16 @@ def live(goldens, tokenizer_folder, golden):
 
 
 @contextlib.contextmanager
-def live_server(goldens: Path, tokenizer_folder: Path, send_buffer: int | None = None, **fields: Any) -> Iterator[Live]:
+def live_server(
+    goldens: Path, tokenizer_folder: Path, send_buffer: int | None = None, api_key: str | None = None, **fields: Any
+) -> Iterator[Live]:
     fields = {"dtype": "float32", "kv_cache_memory": "8MiB", "max_num_seqs": 16, "max_waiting": 4096} | fields
     engine = Engine(goldens / "lckv-cla2", tokenizer=str(tokenizer_folder), **fields)
     async_engine = AsyncEngine(engine)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    app = create_app(async_engine, "tiny")
+    app = create_app(async_engine, "tiny", api_key)
     web = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=web.run, args=([listener],))
     thread.start()
@@ -583,8 +586,14 @@ def test_routes(live):
     paths = live.http.get("/openapi.json").json()["paths"]
     assert {(path, method) for path, methods in paths.items() for method in methods} == {
         ("/health", "get"),
+        ("/live", "get"),
+        ("/version", "get"),
         ("/v1/models", "get"),
+        ("/v1/models/{name}", "get"),
         ("/v1/completions", "post"),
+        ("/v1/chat/completions", "post"),
+        ("/tokenize", "post"),
+        ("/detokenize", "post"),
     }
     assert live.http.get("/health").status_code == 200
     for method, path in (("GET", "/"), ("GET", "/docs"), ("GET", "/v1/nothing"), ("POST", "/v1/chat"), ("GET", "//v1")):
@@ -596,14 +605,182 @@ def test_routes(live):
 def test_models(live):
     listed = live.http.get("/v1/models").json()
     (card,) = listed["data"]
-    assert listed["object"] == "list" and abs(card.pop("created") - time.time()) < 600
+    assert listed["object"] == "list" and abs(card["created"] - time.time()) < 600
+    assert live.http.get("/v1/models/tiny").json() == card
+    card.pop("created")
     assert card == {"id": "tiny", "object": "model", "owned_by": "miniserve", "root": "tiny", "max_model_len": 256}
+    check_refused(live.http.get("/v1/models/other/one"), "model", 404, "model_not_found")
+    assert live.http.get("/live").status_code == 200
+    assert live.http.get("/version").json() == {"version": miniserve.__version__}
+
+
+def test_nobody_gets_in_without_the_key_but_health_checks(goldens, tokenizer_folder, golden):
+    with live_server(goldens, tokenizer_folder, api_key="s3cret") as live:
+        assert live.http.get("/health").status_code == live.http.get("/live").status_code == 200
+        wrong = ["", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3crets", "bearer s3cret", "Basic s3cret", "s3cret"]
+        for headers in ({}, *({"Authorization": value} for value in wrong)):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/nothing")):
+                refused = live.http.request(method, path, headers=headers)
+                check_refused(refused, None, 401, "invalid_api_key")
+                assert refused.headers["www-authenticate"] == "Bearer"
+        live.http.headers["Authorization"] = "Bearer s3cret"
+        live.check_golden(golden)
+        client = openai.OpenAI(base_url=str(live.http.base_url) + "/v1", api_key="wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
 
 
 def test_unknown_model(live):
     check_refused(live.post(model="other", prompt="a"), "model", 404, "model_not_found")
     check_refused(live.post(model="\u0000" * 2**20, prompt="a"), "model", 404, "model_not_found")
     check_refused(live.post(model=SURROGATE, prompt="a"), "model", 404, "model_not_found")
+
+
+# -------------------------------------------------------------------- conversations
+
+MESSAGES = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+
+
+def chat(live: Live, **body: Any) -> httpx.Response:
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, "ignore_eos": True} | body
+    return live.http.post("/v1/chat/completions", content=json.dumps(body), headers=JSON)
+
+
+def same_as_completion(live: Live, **body: Any) -> dict[str, Any]:
+    """The same text through the other endpoint: the template's token ids as a prompt."""
+    ids = live.engine.tokenizer.render_chat(MESSAGES)
+    return live.answer(**{"prompt": ids, "temperature": 0, "max_tokens": 12, "ignore_eos": True} | body)
+
+
+def test_a_chat_is_the_completion_of_its_template(live):
+    answer, completion = chat(live).json(), same_as_completion(live)
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion" and answer["model"] == "tiny"
+    (choice,), (expected,) = answer["choices"], completion["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": expected["text"]},
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    assert answer["usage"] == completion["usage"] | {"prompt_tokens_details": answer["usage"]["prompt_tokens_details"]}
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1, "seed": 5}, {"stop": ["e", "\u00e9"], "n": 2}])
+def test_a_streamed_chat_equals_the_whole(live, fields):
+    whole = chat(live, **fields).json()
+    response = chat(live, stream=True, stream_options={"include_usage": True}, **fields)
+    chunks = events(response.content)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
+    *told, last = chunks
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        mine = [c for chunk in told for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [c["delta"].get("role") for c in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert "".join(c["delta"]["content"] for c in mine) == choice["message"]["content"]
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+
+
+def test_chat_logprobs_are_the_completions_in_another_shape(live):
+    (choice,) = chat(live, logprobs=True, top_logprobs=3).json()["choices"]
+    expected = same_as_completion(live, logprobs=3)["choices"][0]["logprobs"]
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == expected["tokens"]
+    assert [entry["logprob"] for entry in entries] == pytest.approx(expected["token_logprobs"])
+    for entry in entries:
+        assert entry["bytes"] == list(entry["token"].encode())
+        likeliest = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(likeliest) == 3 and likeliest == sorted(likeliest, reverse=True)
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]  # greedy
+    streamed = events(chat(live, logprobs=True, top_logprobs=3, stream=True).content)
+    assert [e for chunk in streamed for e in chunk["choices"][0]["logprobs"]["content"]] == entries
+    (plain,) = chat(live, logprobs=True).json()["choices"]
+    assert all(entry["top_logprobs"] == [] for entry in plain["logprobs"]["content"])
+
+
+def test_a_chat_without_limit_uses_the_room_there_is(live):
+    answer = chat(live, max_tokens=None).json()
+    assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN and answer["choices"][0]["finish_reason"] == "length"
+    assert chat(live, max_tokens=None, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
+    assert chat(live, max_completion_tokens=12).json()["usage"]["completion_tokens"] == 12
+
+
+def test_text_parts_are_joined_and_what_clients_send_along_is_tolerated(live):
+    parts = [{"type": "text", "text": "t"}, {"type": "text", "text": "he"}]
+    messages = [{"role": "user", "content": parts, "name": "x"}, *MESSAGES[1:]]
+    fields = {"store": True, "metadata": {}, "response_format": {"type": "text"}, "tool_choice": "auto", "user": "u"}
+    answer = chat(live, messages=messages, **fields).json()
+    assert answer["choices"] == chat(live).json()["choices"]
+
+
+CHATS_REFUSED = {
+    "no messages": ({"messages": []}, "messages"),
+    "not a list": ({"messages": "the"}, "messages"),
+    "null": ({"messages": None}, "messages"),
+    "not an object": ({"messages": ["the"]}, "messages"),
+    "no role": ({"messages": [{"content": "the"}]}, "messages"),
+    "a number": ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    "a lone surrogate": ({"messages": [{"role": "user", "content": SURROGATE}]}, "prompt"),
+    "too long": ({"messages": [{"role": "user", "content": "b" * 300}]}, "prompt"),
+    "a schema": ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    "a forced call": ({"tool_choice": "required"}, "tool_choice"),
+    "tools that are none": ({"tools": [5]}, "tools"),
+    "top without logprobs": ({"top_logprobs": 2}, "top_logprobs"),
+    "too many top": ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    "two limits": ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    "a prompt": ({"prompt": "a"}, "prompt"),
+    "echo": ({"echo": True}, "echo"),
+}
+
+
+@pytest.mark.parametrize(("fields", "param"), CHATS_REFUSED.values(), ids=CHATS_REFUSED.keys())
+def test_chats_without_meaning_are_refused(live, fields, param):
+    code = "context_length_exceeded" if fields.get("messages") == CHATS_REFUSED["too long"][0]["messages"] else None
+    check_refused(chat(live, **fields), param, code=code)
+
+
+def test_tokenize_and_detokenize_are_the_tokenizers_own(live, golden):
+    def post(path: str, **body: Any) -> httpx.Response:
+        return live.http.post(path, content=json.dumps(body), headers=JSON)
+
+    text = "the b\u00e9a"
+    expected = golden.tokenizer.encode(text).ids
+    answer = {"count": len(expected), "max_model_len": 256, "tokens": expected, "token_strs": None}
+    assert post("/tokenize", prompt=text).json() == answer
+    strings = post("/tokenize", prompt=text, return_token_strs=True, model="tiny").json()["token_strs"]
+    assert strings == [golden.token_text(token) for token in expected]
+    assert post("/detokenize", tokens=expected).json() == {"prompt": text}
+    rendered = live.engine.tokenizer.render_chat(MESSAGES)
+    assert post("/tokenize", messages=MESSAGES).json()["tokens"] == rendered
+    open_end = live.engine.tokenizer.render_chat(MESSAGES, add_generation_prompt=False)
+    assert post("/tokenize", messages=MESSAGES, add_generation_prompt=False).json()["tokens"] == open_end != rendered
+    assert post("/tokenize", prompt="").json()["count"] == 0
+
+    check_refused(post("/tokenize"), "prompt")
+    check_refused(post("/tokenize", prompt="a", messages=MESSAGES), "prompt")
+    check_refused(post("/tokenize", prompt=["a"]), "prompt")
+    check_refused(post("/tokenize", prompt=SURROGATE), "prompt")
+    check_refused(post("/tokenize", prompt="a" * (2**20 + 1)), "prompt")
+    check_refused(post("/tokenize", messages=[5]), "messages")
+    check_refused(post("/tokenize", prompt="a", model="other"), "model", 404, "model_not_found")
+    check_refused(post("/detokenize", tokens=[256]), "tokens")
+    check_refused(post("/detokenize", tokens=[-1]), "tokens")
+    check_refused(post("/detokenize", tokens="a"), "tokens")
+
+
+def test_openai_chat(served):
+    client = served.client()
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=8)
+    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=8, stream=True)
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(model="tiny", messages=[], max_tokens=8)
+    assert refusal.value.param == "messages"
+    assert client.models.retrieve("tiny").id == "tiny"
 
 
 # -------------------------------------------------------------------- what is refused

@@ -98,7 +98,8 @@ class Layer(llama.Layer):
         self.attention = attention(config, layer, weights, ops)
         self.mlp_norm = rms_norm(weights, f"{name}.post_attention_layernorm", hidden, eps)
         self.mlp = llama_mlp(config, f"{name}.mlp", weights, ops)
-        self.upper_kv = UpperKV(config, weights, ops) if layer == config.first_upper else None
+        begins_upper = layer == config.first_upper <= config.sharing.cut  # else nobody owns K/V from here on
+        self.upper_kv = UpperKV(config, weights, ops) if begins_upper else None
         if attention is UpperAttention:  # what the base model had here
             weights.ignore(rf"^{name}\.self_attn\.[qkv]_proj\.", "replaced by SwiftKV's own")
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from miniserve import Engine, SamplingParams
-from miniserve.errors import ConfigError, ModelError, UnsupportedModel
+from miniserve.errors import CheckpointMismatch, ConfigError, ModelError, UnsupportedModel
 from miniserve.kvcache.layout import KVLayout
 from miniserve.models import load_config, supported_model_types
 from miniserve.models.layers import GatedMlp
@@ -290,6 +290,12 @@ def test_swiftkv_may_carry_the_projections_it_replaces(goldens, tmp_path):
     weights["model.layers.5.self_attn.q_proj.weight"] = weights["model.layers.5.self_attn.q_proj_swiftkv.weight"] * 0
     save_file(weights, tmp_path / "model.safetensors")
     check_tokens(float32(tmp_path), goldens, "swiftkv-llama")
+
+
+def test_swiftkv_with_a_map_whose_upper_layers_own_nothing_names_the_weights(goldens):
+    """Layers 4 to 7 would all read layer 3: what the checkpoint has for them is left over, and said."""
+    with pytest.raises(CheckpointMismatch, match="left over: model.layers.4.self_attn.k_proj_swiftkv.weight"):
+        float32(goldens / "swiftkv-llama", kv_sharing="suffix:4")
 
 
 def test_swiftkv_on_qwen2_is_the_llama_form_with_biases(goldens, tmp_path, serve, watch_logits):
