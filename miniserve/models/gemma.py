@@ -1,4 +1,4 @@
-"""What Gemma 3n and Gemma 4 have in common: attention without a scale, per-layer embeddings, the walk, the fields.
+"""What Gemma 3n and Gemma 4 have in common: attention without a scale, per-layer embeddings, the model, the fields.
 
 The upper `num_kv_shared_layers` layers read the K/V of the last layer below them that is of their own kind, windowed or
 full. Keys are shared finished: normed, then rotated as that kind rotates.
@@ -6,7 +6,7 @@ full. Keys are shared finished: normed, then rotated as that kind rotates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +21,19 @@ from miniserve.kvcache.pool import KVPool
 from miniserve.kvcache.sharing import KVSharing
 from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields, ModelConfig
-from miniserve.models.layers import ROPE_TYPES, linear, rms_norm, rotary_embedding, stacked_linear
-from miniserve.ops import Activation, Norm, Ops, RotaryEmbedding, Rotation
+from miniserve.models.layers import (
+    ROPE_TYPES,
+    ignore_reader_kv,
+    linear,
+    output_head,
+    rms_norm,
+    rotary_embedding,
+    stacked_linear,
+)
+from miniserve.ops import Activation, Norm, Ops, Rotation
 
 ACTIVATION: Activation = "gelu_tanh"
-TOWERS = r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\."
+_TOWERS = r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,39 +202,53 @@ class Layer(Protocol):
         """The layer's output (T, ..., H), from attention on; `told` is (T, P)."""
 
 
-def run_gemma_layers(
-    config: GemmaConfig,
-    ops: Ops,
-    layers: Sequence[Layer],
-    x: Tensor,
-    told: Tensor | None,
-    batch: ForwardBatch,
-    kv_pool: KVPool,
-    rotaries: Mapping[str, RotaryEmbedding],
-) -> Tensor:
-    """x (T, ..., H) through all layers -> the rows of `batch.behind_cut` (see `layers.run_layers`)."""
-    rotations = {kind: ops.angles(rotary, batch.positions) for kind, rotary in rotaries.items()}
-    for i, layer in enumerate(layers):
-        kind = config.layer_kinds[i]
-        projected: Sequence[Tensor] = layer.project(x, batch, kv_pool, rotations[kind])
-        if i == config.cut:
-            carried = [x, *projected] if told is None else [x, *projected, told]
-            batch, (x, *projected) = batch.cut(*carried)
-            told = None if told is None else projected.pop()
-            rotations = {kind: ops.angles(rotary, batch.positions) for kind, rotary in rotaries.items()}
-        x = layer.finish(projected, x, None if told is None else told[:, i], batch, kv_pool, rotations[kind])
-    return x
+class GemmaModel:
+    """What both models have around their layers. `layer` makes one: (config, index, name prefix, weights, ops)."""
 
+    def __init__(
+        self, config: Any, weights: Checkpoint, ops: Ops, max_model_len: int, layer: Callable[..., Layer]
+    ) -> None:
+        self.config, self.ops = config, ops
+        nested = "model.language_model.embed_tokens.weight" in weights  # as multimodal checkpoints name it
+        self.prefix = prefix = "model.language_model." if nested else "model."
+        self.embedding = weights.take(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.told = PerLayerEmbedding(config, prefix, weights, ops) if config.told_size else None
+        self.layers = [layer(config, i, prefix, weights, ops) for i in range(config.sharing.num_layers)]
+        self.norm = rms_norm(weights, f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
+        self.head = output_head(weights, ops, "lm_head.weight", self.embedding, tied=True)
+        ignore_reader_kv(weights, config.sharing, f"{prefix}layers", r"self_attn\.(k_proj|v_proj|k_norm|v_norm)")
+        weights.ignore(_TOWERS, "vision and audio, which are not served")
+        head_dims = {kind: config.geometry[i].head_dim for i, kind in enumerate(config.layer_kinds)}
+        longest, device = config.max_position_embeddings, self.embedding.device
+        self.rotaries = {  # one for windowed layers, one for full ones
+            kind: rotary_embedding(rope, head_dims[kind], longest, max_model_len, device)
+            for kind, rope in config.ropes.items()
+        }
 
-def rotaries_by_kind(config: GemmaConfig, max_model_len: int, device: torch.device) -> dict[str, RotaryEmbedding]:
-    """One rotation for windowed layers, one for full ones."""
-    head_dims = {kind: config.geometry[i].head_dim for i, kind in enumerate(config.layer_kinds)}
-    return {
-        kind: rotary_embedding(rope, head_dims[kind], config.max_position_embeddings, max_model_len, device)
-        for kind, rope in config.ropes.items()
-    }
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """token_ids (T,) -> x (T, H) and what each layer is told, (T, L, P)."""
+        x = self.ops.embed(token_ids, self.embedding)
+        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded as the authors round it
+        return x, None if self.told is None else self.told(token_ids, x)
 
+    def run(self, x: Tensor, told: Tensor | None, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
+        """x (T, ..., H) through all layers -> the rows of `batch.behind_cut` (see `layers.run_layers`)."""
+        rotations = self._rotations(batch)
+        for i, layer in enumerate(self.layers):
+            kind = self.config.layer_kinds[i]
+            projected: Sequence[Tensor] = layer.project(x, batch, kv_pool, rotations[kind])
+            if i == self.config.cut:
+                carried = [x, *projected] if told is None else [x, *projected, told]
+                batch, (x, *projected) = batch.cut(*carried)
+                told = None if told is None else projected.pop()
+                rotations = self._rotations(batch)
+            x = layer.finish(projected, x, None if told is None else told[:, i], batch, kv_pool, rotations[kind])
+        return x
 
-def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap): none grows beyond the cap."""
-    return logits if cap is None else (logits / cap).tanh() * cap
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (R, H) -> logits (R, V), float32, none beyond the soft cap."""
+        logits, cap = self.ops.head(hidden, self.head, norm=self.norm), self.config.logit_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def _rotations(self, batch: ForwardBatch) -> dict[str, Rotation]:
+        return {kind: self.ops.angles(rotary, batch.positions) for kind, rotary in self.rotaries.items()}

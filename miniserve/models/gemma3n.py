@@ -27,19 +27,15 @@ from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields
 from miniserve.models.gemma import (
     ACTIVATION,
-    TOWERS,
     Attention,
     GemmaConfig,
-    PerLayerEmbedding,
+    GemmaModel,
     PerLayerGate,
     gemma_fields,
     layer_kinds,
-    rotaries_by_kind,
-    run_gemma_layers,
-    softcapped,
     text_fields,
 )
-from miniserve.models.layers import GatedMlp, ignore_reader_kv, linear, output_head, rms_norm, stacked_linear
+from miniserve.models.layers import GatedMlp, linear, rms_norm, stacked_linear
 from miniserve.ops import Norm, Ops, Rotation
 
 
@@ -203,39 +199,23 @@ class Layer:
         return streams + hears * news[:, None]
 
 
-class Model:
+class Model(GemmaModel):
     """token ids -> hidden states of the rows behind the cut -> logits."""
 
     def __init__(self, config: Gemma3nConfig, weights: Checkpoint, ops: Ops, max_model_len: int) -> None:
-        self.config, self.ops = config, ops
-        nested = "model.language_model.embed_tokens.weight" in weights  # as multimodal checkpoints name it
-        prefix, hidden = "model.language_model." if nested else "model.", config.hidden_size
-        self.embedding = weights.take(f"{prefix}embed_tokens.weight", (config.vocab_size, hidden))
-        self.told = PerLayerEmbedding(config, prefix, weights, ops)
-        others = range(config.num_streams - 1)
+        super().__init__(config, weights, ops, max_model_len, Layer)
+        prefix, hidden, others = self.prefix, config.hidden_size, range(config.num_streams - 1)
         self.spread = [linear(weights, ops, f"{prefix}altup_projections.{i}", hidden, hidden) for i in others]
         self.gather = [linear(weights, ops, f"{prefix}altup_unembed_projections.{i}", hidden, hidden) for i in others]
-        self.layers = [Layer(config, i, prefix, weights, ops) for i in range(config.sharing.num_layers)]
-        self.norm = rms_norm(weights, f"{prefix}norm", hidden, config.rms_norm_eps)
-        self.head = output_head(weights, ops, "lm_head.weight", self.embedding, tied=True)
-        ignore_reader_kv(weights, config.sharing, f"{prefix}layers", r"self_attn\.(k_proj|v_proj|k_norm|v_norm)")
-        weights.ignore(TOWERS, "vision and audio, which are not served")
-        self.rotaries = rotaries_by_kind(config, max_model_len, self.embedding.device)
 
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
         """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
-        x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded as the authors round it
-        told = self.told(batch.token_ids, x)
+        x, told = self.embed(batch.token_ids)
         streams = torch.stack([x, *(_as_large(self.ops.linear(x, w), x) for w in self.spread)], dim=1)  # (T, A, H)
-        streams = run_gemma_layers(self.config, self.ops, self.layers, streams, told, batch, kv_pool, self.rotaries)
+        streams = self.run(streams, told, batch, kv_pool)
         first, *rest = (stream.contiguous() for stream in streams.unbind(1))
         gathered = [_as_large(self.ops.linear(stream, w), first) for stream, w in zip(rest, self.gather)]
         return torch.stack([first, *gathered]).mean(dim=0)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (R, H) -> logits (R, V), float32."""
-        return softcapped(self.ops.head(hidden, self.head, norm=self.norm), self.config.logit_softcap)
 
 
 def _as_large(x: Tensor, model: Tensor) -> Tensor:

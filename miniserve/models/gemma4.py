@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from miniserve.batch import ForwardBatch
@@ -24,19 +23,15 @@ from miniserve.models.checkpoint import Checkpoint
 from miniserve.models.config import Fields
 from miniserve.models.gemma import (
     ACTIVATION,
-    TOWERS,
     Attention,
     GemmaConfig,
-    PerLayerEmbedding,
+    GemmaModel,
     PerLayerGate,
     gemma_fields,
     layer_kinds,
-    rotaries_by_kind,
-    run_gemma_layers,
-    softcapped,
     text_fields,
 )
-from miniserve.models.layers import Experts, GatedMlp, ignore_reader_kv, linear, output_head, rms_norm
+from miniserve.models.layers import Experts, GatedMlp, linear, rms_norm
 from miniserve.ops import Norm, Ops, Rotation
 
 _GLOBAL_HEAD_DIM = 512  # of full layers, where config.json does not say
@@ -166,29 +161,12 @@ class Layer:
         return x * self.scalar
 
 
-class Model:
+class Model(GemmaModel):
     """token ids -> hidden states of the rows behind the cut -> logits."""
 
     def __init__(self, config: Gemma4Config, weights: Checkpoint, ops: Ops, max_model_len: int) -> None:
-        self.config, self.ops = config, ops
-        nested = "model.language_model.embed_tokens.weight" in weights  # as multimodal checkpoints name it
-        prefix = "model.language_model." if nested else "model."
-        self.embedding = weights.take(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self.told = PerLayerEmbedding(config, prefix, weights, ops) if config.told_size else None
-        self.layers = [Layer(config, i, prefix, weights, ops) for i in range(config.sharing.num_layers)]
-        self.norm = rms_norm(weights, f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
-        self.head = output_head(weights, ops, "lm_head.weight", self.embedding, tied=True)
-        ignore_reader_kv(weights, config.sharing, f"{prefix}layers", r"self_attn\.(k_proj|v_proj|k_norm|v_norm)")
-        weights.ignore(TOWERS, "vision and audio, which are not served")
-        self.rotaries = rotaries_by_kind(config, max_model_len, self.embedding.device)
+        super().__init__(config, weights, ops, max_model_len, Layer)
 
     def __call__(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
         """Run a step; returns the hidden states of `batch.behind_cut`, (T', H)."""
-        x = self.ops.embed(batch.token_ids, self.embedding)  # (T, H)
-        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded as the authors round it
-        told = None if self.told is None else self.told(batch.token_ids, x)
-        return run_gemma_layers(self.config, self.ops, self.layers, x, told, batch, kv_pool, self.rotaries)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (R, H) -> logits (R, V), float32."""
-        return softcapped(self.ops.head(hidden, self.head, norm=self.norm), self.config.logit_softcap)
+        return self.run(*self.embed(batch.token_ids), batch, kv_pool)
