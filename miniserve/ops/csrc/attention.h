@@ -172,6 +172,7 @@ class Attention {
       const Span span = {chunk, (chunk - first_chunk) / kLanes,
                          static_cast<int>(std::max<long>(0, first[0] / kLanes - chunk / kLanes)),
                          static_cast<int>(std::min<long>(kBlocks, last[R - 1] / kLanes - chunk / kLanes + 1))};
+      if (span.begin >= span.end) continue;  // a window of 1 without the diagonal sees nothing
       score(R, blocks, span, queries.data(), key_steps, scores);
       alignas(64) float rescale[kLanes];
       if (kScaled) scale_scores(R, blocks, span, scores);
