@@ -1,4 +1,4 @@
-"""The Llama body with any acyclic sharing map: Cross-Layer Attention (2405.12981, section 2).
+"""The Llama body with any sharing map: Cross-Layer Attention (2405.12981, section 2).
 
     layer i:   x ──norm──┬── q ───────────────┐
                          └── k, v ──► pool    attend ── o ──+──norm── gate, up ── down ──+──►
